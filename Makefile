@@ -1,0 +1,32 @@
+# Two commands: `make demo` and `make test`. Each makes the environment it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint check clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/pwfn demo
+
+test: $(VENV)/test.stamp lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist
+
+# torch first and alone: it is the one package whose pinned build must be there before others ask for it.
+$(VENV)/demo.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	touch $@

@@ -1,0 +1,48 @@
+"""Neural networks whose millions of weights take only a handful of values.
+
+pwfn implements Probabilistic Weight Fixing: a pre-trained network's weights become Gaussians,
+are trained, and are fixed round by round onto one whole-network codebook of sums of powers of two.
+"""
+
+from pwfn.clustering import FixResult, FixStep, Move, fix_round
+from pwfn.compressed import Compressed
+from pwfn.config import PAPER_FRACTIONS, Config
+from pwfn.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    LayoutError,
+    PwfnError,
+    WeightError,
+)
+from pwfn.layout import Layout
+from pwfn.pipeline import Progress, Result, Round, compress
+from pwfn.posterior import FixRecord, GaussianNetwork, initial_sigma
+from pwfn.pow2 import candidates
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PAPER_FRACTIONS",
+    "Compressed",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
+    "FixRecord",
+    "FixResult",
+    "FixStep",
+    "GaussianNetwork",
+    "Layout",
+    "LayoutError",
+    "Move",
+    "Progress",
+    "PwfnError",
+    "Result",
+    "Round",
+    "WeightError",
+    "candidates",
+    "compress",
+    "fix_round",
+    "initial_sigma",
+]

@@ -1,0 +1,418 @@
+"""Every setting of a run: frozen, checked on construction, TOML in and out, two presets.
+
+A setting is written ``section.name`` (``clustering.rule``) in messages, in overrides and,
+as a key of a table, in TOML. ``None`` is written ``"off"`` there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+from pwfn.errors import ConfigError
+
+PAPER_FRACTIONS: tuple[float, ...] = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 1.0)
+"""Fraction of all weights that is fixed after each of the ten rounds."""
+
+
+class Rule(StrEnum):
+    """Which weights are fixed at the chosen centre (D is the distance to it in sigmas)."""
+
+    MEAN = "mean"  # the longest prefix, by D, whose mean D is at most delta: the paper's text
+    EACH = "each"  # every weight with D at most delta: the authors' released program
+    NEAREST = "nearest"  # like mean, among the weights whose nearest candidate is the centre
+
+
+class SigmaInit(StrEnum):
+    """Where sigma starts."""
+
+    POWERS = "powers"  # by relative distance to the powers of two on either side: the prior
+    CONSTANT = "constant"  # one value for all: the paper's "no prior"
+
+
+class FixedSigma(StrEnum):
+    """Which sigma a weight has once it is fixed."""
+
+    STD = "std"  # population standard deviation of the means that moved together
+    KEEP = "keep"  # the sigma it had
+
+
+class Precision(StrEnum):
+    """Number type of the forward and backward pass (weights and updates stay float32)."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A check for a number: its range, and whether it must be whole or may be off."""
+
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+    whole: bool = False
+    optional: bool = False
+
+    def allowed(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        edge = "above" if self.above_low else "of at least"
+        text = f"{kind} {edge} {self.low:g}"
+        if self.high != math.inf:
+            text += f" and at most {self.high:g}"
+        return text + (', or "off"' if self.optional else "")
+
+    def __call__(self, value: Any) -> Any:
+        if self.optional and (value is None or value == "off"):
+            return None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or (self.whole and value != int(value)):
+            raise ValueError
+        if value < self.low or value > self.high or (self.above_low and value == self.low):
+            raise ValueError
+        return int(value) if self.whole else float(value)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A check for one of an enum's values, by name or as the enum itself."""
+
+    enum: type[StrEnum]
+
+    def allowed(self) -> str:
+        return "one of " + ", ".join(f'"{member}"' for member in self.enum)
+
+    def __call__(self, value: Any) -> StrEnum:
+        return self.enum(value)
+
+
+@dataclass(frozen=True)
+class _Switch:
+    def allowed(self) -> str:
+        return "true or false"
+
+    def __call__(self, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class _Fractions:
+    def allowed(self) -> str:
+        return "an increasing list of numbers above 0 and at most 1, the last of them 1"
+
+    def __call__(self, value: Any) -> tuple[float, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError
+        inside = _Number(0, 1, above_low=True)
+        numbers = tuple(inside(item) for item in value)
+        rising = all(a < b for a, b in itertools.pairwise(numbers))
+        if not numbers or not rising or numbers[-1] != 1.0:
+            raise ValueError
+        return numbers
+
+
+@dataclass(frozen=True)
+class _Selectors:
+    def allowed(self) -> str:
+        return 'a list of name patterns ("head.*"), "type:CLASS" strings or module classes'
+
+    def __call__(self, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError
+        return tuple(self._selector(item) for item in value)
+
+    @staticmethod
+    def _selector(item: Any) -> str:
+        if isinstance(item, type):
+            return f"type:{item.__module__}.{item.__qualname__}"
+        if not isinstance(item, str) or not item:
+            raise ValueError
+        return item
+
+
+_Check: TypeAlias = _Number | _Choice | _Switch | _Fractions | _Selectors
+
+
+def _setting(default: Any, check: _Check, help: str) -> Any:
+    return field(default=default, metadata={"check": check, "help": help})
+
+
+class _Section:
+    """Checks every field against its declaration when the section is made."""
+
+    _name = ""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, item.name)
+            check: _Check = item.metadata["check"]
+            try:
+                object.__setattr__(self, item.name, check(value))
+            except (ValueError, TypeError, OverflowError):
+                where = f"{self._name}.{item.name}" if self._name else item.name
+                raise ConfigError(f"{where} is {value!r}: allowed is {check.allowed()}") from None
+
+
+@dataclass(frozen=True)
+class LayoutConfig(_Section):
+    """Which parameters are compressed, beyond the weights and biases of conv and linear layers."""
+
+    _name = "layout"
+    include: Sequence[str | type] = _setting((), _Selectors(), "compress these as well")
+    exclude: Sequence[str | type] = _setting((), _Selectors(), "leave these out (wins over include)")
+
+
+@dataclass(frozen=True)
+class PosteriorConfig(_Section):
+    """The Gaussian weights: where sigma starts, and what keeps it from collapsing."""
+
+    _name = "posterior"
+    init: SigmaInit = _setting(SigmaInit.POWERS, _Choice(SigmaInit), "where sigma starts")
+    constant_sigma: float = _setting(
+        1e-3, _Number(0, above_low=True), 'the starting sigma for init = "constant"'
+    )
+    alpha: float = _setting(2**-11, _Number(0), "strength of the regulariser")
+    cap: float = _setting(0.05, _Number(0, above_low=True), "S: sigma above it is not rewarded")
+    noise_on_fixed: bool = _setting(True, _Switch(), "fixed weights are sampled in training too")
+
+
+@dataclass(frozen=True)
+class ClusteringConfig(_Section):
+    """One fixing round."""
+
+    _name = "clustering"
+    rule: Rule = _setting(Rule.EACH, _Choice(Rule), "which weights are fixed at a centre")
+    b: int = _setting(7, _Number(0, 30, whole=True), "smallest power of two is 2^-b")
+    delta: float = _setting(1.0, _Number(0, above_low=True), "first threshold, in sigmas")
+    omega_max: int = _setting(4, _Number(1, 6, whole=True), "most powers of two in a centre")
+    zero_fix: bool = _setting(False, _Switch(), "weights below 2^-b are at distance 0 from 0")
+    sweep: float | None = _setting(
+        16.0,
+        _Number(0, above_low=True, optional=True),
+        "once delta would pass it, the rest go each to their own nearest candidate",
+    )
+    distance_floor: float = _setting(2**-30, _Number(0, above_low=True), "smallest sigma used in a distance")
+    fixed_sigma: FixedSigma = _setting(FixedSigma.STD, _Choice(FixedSigma), "the sigma of a fixed weight")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(_Section):
+    """The optimiser: SGD, its state afresh in every round."""
+
+    _name = "training"
+    learning_rate: float = _setting(1e-3, _Number(0), "for mu and the uncompressed parameters")
+    sigma_learning_rate: float | None = _setting(
+        None, _Number(0, optional=True), 'for sigma; "off": the same as learning_rate'
+    )
+    momentum: float = _setting(0.9, _Number(0, 1), "of SGD")
+    weight_decay: float = _setting(1e-4, _Number(0), "on mu and the uncompressed; never on sigma")
+    clip_norm: float | None = _setting(
+        1.0,
+        _Number(0, above_low=True, optional=True),
+        "largest norm of the task's gradient, before the regulariser's part is added",
+    )
+    precision: Precision = _setting(
+        Precision.FP32, _Choice(Precision), "number type of the forward and backward pass"
+    )
+    steps_per_epoch: int | None = _setting(
+        None,
+        _Number(1, whole=True, optional=True),
+        'batches in an epoch; "off": the length of the loader',
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig(_Section):
+    """Rounds: how much is fixed, and how long is trained before each."""
+
+    _name = "schedule"
+    fractions: Sequence[float] = _setting(
+        PAPER_FRACTIONS, _Fractions(), "fraction of the weights fixed after each round"
+    )
+    warmup_epochs: float = _setting(0.05, _Number(0), "trained before the first round's fixing")
+    epochs_per_round: float = _setting(3.0, _Number(0), "trained before each other fixing")
+
+
+@dataclass(frozen=True)
+class FinishConfig(_Section):
+    """After the last round, with every compressed weight in place."""
+
+    _name = "finish"
+    reestimate_batchnorm: bool = _setting(
+        True, _Switch(), "gather BatchNorm statistics again, with noise off"
+    )
+    reestimate_epochs: float = _setting(1.0, _Number(0, above_low=True), "data used for that")
+    polish_epochs: float = _setting(1.0, _Number(0), "train the uncompressed parameters alone")
+    polish_learning_rate: float = _setting(1e-3, _Number(0), "for that")
+
+
+_SECTIONS: dict[str, type[_Section]] = {
+    "layout": LayoutConfig,
+    "posterior": PosteriorConfig,
+    "clustering": ClusteringConfig,
+    "training": TrainingConfig,
+    "schedule": ScheduleConfig,
+    "finish": FinishConfig,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a compression run. ``Config()`` is the preset ``recommended``.
+
+    >>> Config.preset("paper").clustering.rule
+    <Rule.MEAN: 'mean'>
+    >>> Config().override({"clustering.b": 8}).clustering.b
+    8
+    >>> Config().override({"clustering.rule": "closest"})
+    Traceback (most recent call last):
+    ...
+    pwfn.errors.ConfigError: clustering.rule is 'closest': allowed is one of "mean", "each", "nearest"
+    """
+
+    seed: int = 0
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    posterior: PosteriorConfig = field(default_factory=PosteriorConfig)
+    clustering: ClusteringConfig = field(default_factory=ClusteringConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    finish: FinishConfig = field(default_factory=FinishConfig)
+
+    def __post_init__(self) -> None:
+        check = _Number(0, 2**63 - 1, whole=True)
+        try:
+            object.__setattr__(self, "seed", check(self.seed))
+        except ValueError:
+            raise ConfigError(f"seed is {self.seed!r}: allowed is {check.allowed()}") from None
+        for name, section in _SECTIONS.items():
+            if not isinstance(getattr(self, name), section):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: allowed is a {section.__name__}")
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """The settings of that name: ``paper`` (to the letter) or ``recommended``.
+
+        ``paper`` keeps the paper's rule (``mean``), has no sweep, and stops after the last
+        fixing: no BatchNorm re-estimation, no polish.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"preset {name!r} is unknown{_hint(name, PRESETS)}")
+        return cls().override(PRESETS[name])
+
+    def override(self, changes: Mapping[str, Any]) -> Self:
+        """A copy with ``{"section.name": value}`` changed; unknown names get a suggestion."""
+        tables: dict[str, Any] = {}
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            if not name:
+                tables[key] = value
+            elif isinstance(tables.setdefault(section, {}), dict):
+                tables[section][name] = value
+        return self._merged(tables)
+
+    def _merged(self, tables: Mapping[str, Any]) -> Self:
+        known = ("seed", *_SECTIONS)
+        changed: dict[str, Any] = {}
+        for name, value in tables.items():
+            if name not in known:
+                raise ConfigError(f"setting {name!r} is unknown{_hint(name, known)}")
+            if name == "seed" or isinstance(value, _Section):
+                changed[name] = value
+                continue
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name} is {value!r}: allowed is a table of settings")
+            section = getattr(self, name)
+            fields = [item.name for item in dataclasses.fields(section)]
+            for key in value:
+                if key not in fields:
+                    raise ConfigError(f"setting '{name}.{key}' is unknown{_hint(key, fields)}")
+            changed[name] = dataclasses.replace(section, **value)
+        return dataclasses.replace(self, **changed)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Settings from TOML; what it does not name is as in its ``preset`` (``recommended``)."""
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"the settings are not valid TOML: {error}") from None
+        preset = tables.pop("preset", "recommended")
+        if not isinstance(preset, str):
+            raise ConfigError(f"preset is {preset!r}: allowed is one of {', '.join(PRESETS)}")
+        return cls.preset(preset)._merged(tables)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Settings from a TOML file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot read the settings: {error}") from None
+        try:
+            return cls.from_toml(text)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and tables, ``None`` as ``"off"``."""
+        tables: dict[str, Any] = {"seed": self.seed}
+        for name in _SECTIONS:
+            section = getattr(self, name)
+            tables[name] = {
+                item.name: _plain(getattr(section, item.name)) for item in dataclasses.fields(section)
+            }
+        return tables
+
+    def to_toml(self) -> str:
+        """TOML with every setting and, as a comment, what it does and what is allowed.
+
+        >>> Config.from_toml(Config.preset("paper").to_toml()) == Config.preset("paper")
+        True
+        """
+        import tomli_w
+
+        lines = [tomli_w.dumps({"seed": self.seed}).strip()]
+        for name, table in self.to_dict().items():
+            if name == "seed":
+                continue
+            lines += ["", f"[{name}]"]
+            for item in dataclasses.fields(_SECTIONS[name]):  # type: ignore[arg-type]  # as above
+                lines.append(f"# {item.metadata['help']}: {item.metadata['check'].allowed()}")
+                lines.append(tomli_w.dumps({item.name: table[item.name]}).strip())
+        return "\n".join(lines) + "\n"
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "recommended": {},
+    "paper": {
+        "clustering.rule": Rule.MEAN,
+        "clustering.sweep": None,
+        "finish.reestimate_batchnorm": False,
+        "finish.polish_epochs": 0.0,
+    },
+}
+"""What each preset changes from the defaults."""
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return "off"
+    if isinstance(value, StrEnum):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {near[0]!r}?" if near else f": allowed is one of {', '.join(names)}"

@@ -1,0 +1,39 @@
+"""What pwfn raises: one base class, and a few named cases a caller may want to tell apart.
+
+Every message is one sentence that names the thing, the cause and the way out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PwfnError(Exception):
+    """Base class of every error that pwfn raises on purpose.
+
+    >>> issubclass(ConfigError, PwfnError)
+    True
+    """
+
+    progress: Any = None
+    """What a run had reached when this was raised in its midst: a :class:`pwfn.Progress`."""
+
+
+class ConfigError(PwfnError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class LayoutError(PwfnError):
+    """The model's parameters cannot be laid out as one vector."""
+
+
+class DataError(PwfnError):
+    """A loader is empty, ran out, or gave a batch that the model or the loss cannot take."""
+
+
+class WeightError(PwfnError):
+    """A weight, sigma or mask is not what the operation needs (NaN, wrong length, still free)."""
+
+
+class DivergedError(PwfnError):
+    """The loss or a gradient is no longer a finite number."""

@@ -1,0 +1,419 @@
+"""Which parameters of a model are compressed, where each lies in one flat vector, and why not.
+
+layout = Layout.of(model)
+vector = layout.gather(model)          # one tensor with all compressed weights
+layout.views(vector)                   # {"layer1.conv.weight": a view of its slice, ...}
+print(layout.table())                  # every parameter: covered, or left out and why
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
+
+from pwfn.errors import LayoutError
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
+_PACKED_PROJECTIONS = frozenset(
+    {"in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
+)
+# The name of a projection tells its part where the module's structure cannot.
+_PARTS_OF_NAME = {
+    **dict.fromkeys(("qkv", "in_proj", "c_attn", "Wqkv", "query_key_value"), ("q", "k", "v")),
+    **dict.fromkeys(("q", "q_proj", "query", "to_q"), ("q",)),
+    **dict.fromkeys(("k", "k_proj", "key", "to_k"), ("k",)),
+    **dict.fromkeys(("v", "v_proj", "value", "to_v"), ("v",)),
+}
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
+
+
+class Kind(StrEnum):
+    """What a compressed parameter is to its layer."""
+
+    WEIGHT = "weight"
+    BIAS = "bias"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How the output axis of a projection divides: first into parts, then each into heads."""
+
+    parts: tuple[str, ...]  # ("q", "k", "v") for a fused projection, one of them otherwise
+    heads: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One compressed parameter and its place in the vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    layer: str  # name of the module that owns it
+    layer_type: str
+    kind: Kind
+    aliases: tuple[str, ...] = ()  # other names of the same (tied) parameter
+    input_axis: int | None = None
+    attention: Attention | None = None
+    channels_last: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> slice:
+        """Its slice of the vector."""
+        return slice(self.offset, self.offset + self.size)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """One parameter that stays as it is, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    reason: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The compressed parameters of a model as slices of one vector, and the rest with reasons.
+
+    Covered are the weights and biases of every convolution and linear layer: ``Conv1d/2d/3d``,
+    transposed, grouped, ``Linear``, ``Bilinear``, the packed projections of
+    ``nn.MultiheadAttention`` and ``Conv1D`` of transformers. ``include`` adds and ``exclude``
+    removes, by name pattern (``"blocks.*.attn.*"``), by class name (``"type:Embedding"``) or by
+    class (``nn.Embedding``). Tied weights are one weight.
+
+    >>> layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
+    >>> layout.size, [entry.name for entry in layout.entries]
+    (8, ['0.weight', '0.bias'])
+    >>> layout.left_out[0].reason
+    'LayerNorm: normalisation stays in full precision'
+    """
+
+    entries: tuple[Entry, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(entry.size for entry in self.entries))
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        include: Sequence[str | type] = (),
+        exclude: Sequence[str | type] = (),
+    ) -> Layout:
+        """Lay out a model's parameters, in the order in which the model defines them."""
+        _check_model(model)
+        selection = _Selection(include, exclude)
+        entries: list[Entry] = []
+        left_out: list[LeftOut] = []
+        offset = 0
+        for parameter, owners in _owned_parameters(model):
+            if is_lazy(parameter):
+                raise LayoutError(f"{owners[0].name} has no shape yet: run one batch through the model first")
+            shape = tuple(parameter.shape)
+            owner, reason = selection.decide(owners, parameter)
+            names = [other.name for other in owners if other is not owner]
+            if reason is not None:
+                left_out.append(LeftOut(owner.name, shape, parameter.dtype, reason, tuple(names)))
+                continue
+            _check_compressible(owner, parameter)
+            entries.append(
+                Entry(
+                    name=owner.name,
+                    shape=shape,
+                    dtype=parameter.dtype,
+                    offset=offset,
+                    layer=owner.layer,
+                    layer_type=type(owner.module).__name__,
+                    kind=Kind.BIAS if "bias" in owner.leaf else Kind.WEIGHT,
+                    aliases=tuple(names),
+                    input_axis=_input_axis(owner.module, shape),
+                    attention=_attention(owner, shape),
+                    channels_last=_is_channels_last(parameter),
+                )
+            )
+            offset += parameter.numel()
+        selection.check_all_used(owner.name for _, owners in _owned_parameters(model) for owner in owners)
+        if not entries:
+            raise LayoutError(
+                f"{type(model).__name__} has no convolution or linear layer to compress: "
+                f"name its parameters in include= ({len(left_out)} are left out)"
+            )
+        return cls(tuple(entries), tuple(left_out))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the vector: float32, or float64 where a parameter is; narrower ones fit exactly."""
+        wide = any(entry.dtype == torch.float64 for entry in self.entries)
+        return torch.float64 if wide else torch.float32
+
+    def gather(self, model: nn.Module) -> Tensor:
+        """The model's compressed parameters as one new vector, on the model's device."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        pieces = [parameters[entry.name].detach().to(self.dtype).reshape(-1) for entry in self.entries]
+        devices = {str(piece.device) for piece in pieces}
+        if len(devices) > 1:
+            raise LayoutError(
+                f"the model lies on several devices ({', '.join(sorted(devices))}): "
+                "move it to one before it is compressed"
+            )
+        return torch.cat(pieces)
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The vector cut into parameters, by every name each has; no copy for float32.
+
+        One ``split`` rather than a slice each: its backward is one concatenation.
+        """
+        named: dict[str, Tensor] = {}
+        pieces = vector.split([entry.size for entry in self.entries])
+        for entry, piece in zip(self.entries, pieces, strict=True):
+            tensor = piece.view(entry.shape).to(entry.dtype)
+            if entry.channels_last:
+                tensor = tensor.contiguous(memory_format=torch.channels_last)
+            for name in (entry.name, *entry.aliases):
+                named[name] = tensor
+        return named
+
+    def entry(self, name: str) -> Entry:
+        """The entry of that name or alias."""
+        for entry in self.entries:
+            if name == entry.name or name in entry.aliases:
+                return entry
+        raise LayoutError(f"no compressed parameter is called {name!r}")
+
+    def locate(self, position: int) -> str:
+        """Name and index of one weight of the vector, for messages: ``conv1.weight[0, 2, 1, 1]``."""
+        for entry in self.entries:
+            if position < entry.offset + entry.size:
+                index = [
+                    int(i) for i in torch.unravel_index(torch.tensor(position - entry.offset), entry.shape)
+                ]
+                return f"{entry.name}{index}"
+        raise IndexError(position)
+
+    def table(self) -> str:
+        """Every parameter of the model, a line each: covered, or left out and why."""
+        rows = [("parameter", "shape", "weights", "in the vector")]
+        for entry in self.entries:
+            tied = f", also {', '.join(entry.aliases)}" if entry.aliases else ""
+            note = f"{entry.layer_type} {entry.kind} at {entry.offset:,}{tied}"
+            rows.append((entry.name, _shape_text(entry.shape), f"{entry.size:,}", note))
+        for item in self.left_out:
+            note = f"left out: {item.reason}"
+            rows.append((item.name, _shape_text(item.shape), f"{math.prod(item.shape):,}", note))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in rows]
+        kept = sum(math.prod(item.shape) for item in self.left_out)
+        lines.append(
+            f"{self.size:,} weights in {len(self.entries)} parameters are compressed; "
+            f"{kept:,} in {len(self.left_out)} are left out"
+        )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """One place where a parameter hangs in the module tree."""
+
+    name: str
+    layer: str
+    leaf: str
+    module: nn.Module
+    parent: nn.Module | None
+
+    def type_names(self) -> set[str]:
+        names: set[str] = set()
+        for base in type(self.module).__mro__:
+            names |= {base.__name__, f"{base.__module__}.{base.__qualname__}"}
+        return names
+
+
+class _Selection:
+    """The include and exclude selectors, and which of them have matched something."""
+
+    def __init__(self, include: Sequence[str | type], exclude: Sequence[str | type]) -> None:
+        self._include = [_as_text(item) for item in include]
+        self._exclude = [_as_text(item) for item in exclude]
+        self._used: set[str] = set()
+
+    def decide(self, owners: list[_Owner], parameter: Tensor) -> tuple[_Owner, str | None]:
+        """The owner to name the parameter by, and the reason to leave it out, if there is one."""
+        excluded = self._first_match(self._exclude, owners)
+        included = self._first_match(self._include, owners)
+        if excluded is not None:
+            return owners[0], f"excluded by {excluded!r}"
+        if parameter.numel() == 0:
+            return owners[0], "empty"
+        covered = next((owner for owner in owners if _is_covered(owner)), None)
+        if covered is not None:
+            return covered, None
+        if included is not None:
+            return owners[0], None
+        return owners[0], _reason(owners[0])
+
+    def _first_match(self, selectors: list[str], owners: list[_Owner]) -> str | None:
+        # No early exit: every selector that matches anything counts as used.
+        matched = [s for s in selectors if any(_matches(s, owner) for owner in owners)]
+        self._used.update(matched)
+        return matched[0] if matched else None
+
+    def check_all_used(self, names: Iterable[str]) -> None:
+        for selector in (*self._include, *self._exclude):
+            if selector not in self._used:
+                near = difflib.get_close_matches(selector, list(names), n=1, cutoff=0.3)
+                hint = f"; the nearest name is {near[0]!r}" if near else ""
+                raise LayoutError(f"{selector!r} matches no parameter of the model{hint}")
+
+
+def _as_text(selector: str | type) -> str:
+    if isinstance(selector, type):
+        return f"type:{selector.__module__}.{selector.__qualname__}"
+    return selector
+
+
+def _matches(selector: str, owner: _Owner) -> bool:
+    if selector.startswith("type:"):
+        return selector.removeprefix("type:") in owner.type_names()
+    return fnmatchcase(owner.name, selector)
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[_Owner]]]:
+    """Each distinct parameter with all the places it hangs, in order of first appearance."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners: dict[int, tuple[nn.Parameter, list[_Owner]]] = {}
+    for layer, module in modules.items():
+        parent = modules.get(layer.rpartition(".")[0]) if layer else None
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{layer}.{leaf}" if layer else leaf
+            _, places = owners.setdefault(id(parameter), (parameter, []))
+            places.append(_Owner(name, layer, leaf, module, parent))
+    yield from owners.values()
+
+
+def _is_covered(owner: _Owner) -> bool:
+    if isinstance(owner.module, nn.MultiheadAttention):
+        return owner.leaf in _PACKED_PROJECTIONS
+    linear = isinstance(owner.module, (_ConvNd, nn.Linear, nn.Bilinear)) or _is_hf_conv1d(owner.module)
+    return linear and owner.leaf in ("weight", "bias")
+
+
+def _is_hf_conv1d(module: nn.Module) -> bool:
+    """``transformers``' Conv1D, a linear layer stored as (in, out); found without importing it."""
+    names = {(base.__module__, base.__name__) for base in type(module).__mro__}
+    return ("transformers.pytorch_utils", "Conv1D") in names
+
+
+def _reason(owner: _Owner) -> str:
+    kind = type(owner.module).__name__
+    if isinstance(owner.module, _NORMS) or kind.endswith(("Norm", "Norm2d", "RMSNorm")):
+        return f"{kind}: normalisation stays in full precision"
+    if isinstance(owner.module, nn.utils.parametrize.ParametrizationList):
+        return "re-parametrised: remove the parametrisation to compress it"
+    if isinstance(owner.module, nn.Embedding):
+        return "Embedding: include it with 'type:Embedding'"
+    return f"{kind}.{owner.leaf}: not a weight or bias of a convolution or linear layer"
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise LayoutError(f"the model is a {type(model).__name__}: allowed is a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise LayoutError("the model is a TorchScript module: pass the eager model it came from")
+    if type(model).__name__ == "OptimizedModule":
+        raise LayoutError(
+            "the model is already compiled: pass the original, then compile the GaussianNetwork"
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise LayoutError("the model is wrapped for data parallelism: pass model.module")
+
+
+def _check_compressible(owner: _Owner, parameter: nn.Parameter) -> None:
+    way_out = f"or leave it out with exclude=[{owner.name!r}]"
+    if not parameter.is_floating_point():
+        raise LayoutError(
+            f"{owner.name} is {_dtype_text(parameter.dtype)}: only real floating-point weights can "
+            f"be compressed; load the unquantised model, {way_out}"
+        )
+    if not parameter.requires_grad:
+        raise LayoutError(
+            f"{owner.name} is frozen (requires_grad is False), so it could not be trained around "
+            f"its new value: unfreeze it, {way_out}"
+        )
+
+
+def _input_axis(module: nn.Module, shape: tuple[int, ...]) -> int | None:
+    """Axis of the input channels of a weight; None for vectors and for other modules."""
+    if len(shape) < 2:
+        return None
+    if isinstance(module, _ConvTransposeNd) or _is_hf_conv1d(module):
+        return 0
+    if isinstance(module, (_ConvNd, nn.Linear, nn.MultiheadAttention)):
+        return 1
+    return None
+
+
+def _attention(owner: _Owner, shape: tuple[int, ...]) -> Attention | None:
+    """Parts and heads of a query, key or value projection, where names and sizes agree on one."""
+    if isinstance(owner.module, nn.MultiheadAttention):
+        holder: nn.Module | None = owner.module
+        stem = owner.leaf.removesuffix("_weight").removesuffix("_bias")
+    else:
+        holder = owner.parent
+        stem = owner.layer.rpartition(".")[2]
+    parts = _PARTS_OF_NAME.get(stem)
+    counts = (getattr(holder, name, None) for name in _HEAD_COUNTS)
+    heads = next((n for n in counts if isinstance(n, int) and n > 0), None)
+    if parts is None or heads is None:
+        return None
+    axis = len(shape) - 1 if _is_hf_conv1d(owner.module) else 0
+    if shape[axis] % (len(parts) * heads):
+        return None
+    return Attention(parts, heads, axis)
+
+
+def _is_channels_last(parameter: Tensor) -> bool:
+    return (
+        parameter.dim() == 4
+        and not parameter.is_contiguous()
+        and parameter.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "×".join(str(n) for n in shape) or "scalar"
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def untouched(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """Detached copies of all persistent state the layout does not cover, by state-dict name."""
+    covered = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
+    state: Mapping[str, object] = model.state_dict()
+    return {
+        name: value.detach().clone()
+        for name, value in state.items()
+        if name not in covered and isinstance(value, Tensor)
+    }

@@ -1,0 +1,288 @@
+"""The whole method in one call: warm-up, rounds of training and fixing, and the finish."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn.compressed import Compressed
+from pwfn.config import Config
+from pwfn.errors import ConfigError, PwfnError
+from pwfn.metrics import Pool, Summary, summarise
+from pwfn.posterior import FixRecord, GaussianNetwork
+from pwfn.training import (
+    Batch,
+    LossFn,
+    Objective,
+    Scores,
+    Source,
+    accuracy,
+    divergence,
+    evaluate,
+    fit,
+    reestimate_batchnorm,
+    seeded,
+    steps_in,
+)
+
+
+@dataclass(frozen=True)
+class Round:
+    """The facts of one round, after its fixing."""
+
+    number: int  # from 1
+    steps: int  # training steps before the fixing
+    loss: float | None  # mean task loss over them; None for no steps
+    fix: FixRecord
+    fixed: Pool  # over the weights fixed so far
+    sigma_quartiles: tuple[float, float, float]  # of the weights that were free in training
+    scores: Scores | None  # of the point estimate on the validation data
+    seconds: float
+
+
+@dataclass
+class Progress:
+    """How far a run has come: its rounds, and the network's state after the last of them.
+
+    An error raised in mid-run carries it as ``error.progress``; ``compress(..., resume=progress)``
+    goes on from there, with the same settings or with others (a lower learning rate, say).
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    before: Scores | None = None
+    state: dict[str, Any] | None = None  # state dict of the GaussianNetwork, on the CPU
+
+    def network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
+        """The network as it was after the last finished round, made from the original model."""
+        net = GaussianNetwork(model, config)
+        if self.state is not None:
+            net.load_state_dict(self.state)
+        return net
+
+
+@dataclass(frozen=True)
+class Result:
+    """What ``compress`` returns."""
+
+    compressed: Compressed
+    summary: Summary
+    rounds: tuple[Round, ...]
+    before: Scores | None  # the original network on the validation data
+    fixed: Scores | None  # just after the last fixing
+    after: Scores | None  # at the end, measured on the decoded weights
+    config: Config
+    _original: nn.Module = field(repr=False)
+
+    def model(self) -> nn.Module:
+        """A new copy of the original model with the compressed weights in it, in evaluation mode."""
+        return self.compressed.apply_to(copy.deepcopy(self._original)).eval()
+
+
+def compress(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any] | None = None,
+    config: Config | None = None,
+    loss_fn: LossFn = F.cross_entropy,
+    *,
+    metric: LossFn | None = None,
+    distill: bool | LossFn = False,
+    device: torch.device | str | None = None,
+    on_round: Callable[[Progress], None] | None = None,
+    resume: Progress | None = None,
+) -> Result:
+    """Turn a pre-trained network into one whose weights take a handful of values.
+
+    Args:
+        model: any eager model with convolution or linear layers; left as it is.
+        train_loader: batches ``(input, …, target)``, mappings with ``labels`` or ``target``, or
+            inputs alone with ``distill``; iterated again for every epoch.
+        val_loader: where given, every round is scored on it.
+        config: ``Config.preset("recommended")`` unless given.
+        loss_fn: a function of the model's output and the target.
+        metric: a mean over the batch to report beside the loss; accuracy for cross entropy.
+        distill: ``True``: the loss is the divergence from the original network's softmax output,
+            so that unlabelled data will do; or a function of output and original output.
+        device: where to run; the model's own unless given.
+        on_round: called after every round with the progress so far.
+        resume: the progress of a run that stopped.
+
+    The same seed on the same machine gives a bit-identical result. Random states are put back as
+    they were. An error in mid-run carries what was reached as ``error.progress``.
+
+    >>> data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(2)]
+    >>> result = compress(nn.Linear(4, 2), data)
+    >>> result.compressed.values().numel()
+    10
+    """
+    config = config or Config()
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config is a {type(config).__name__}: allowed is a pwfn.Config, such as "
+            'pwfn.Config.preset("paper")'
+        )
+    where = _device(model, device)
+    with seeded(config.seed, where):
+        run = _Run(model, train_loader, val_loader, config, where, loss_fn, metric, distill)
+        progress = resume or Progress()
+        try:
+            return run.whole(progress, on_round)
+        except PwfnError as error:
+            error.progress = progress
+            raise
+
+
+class _Run:
+    """One run's fixed parts: network, data and objective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None,
+        config: Config,
+        device: torch.device,
+        loss_fn: LossFn,
+        metric: LossFn | None,
+        distill: bool | LossFn,
+    ) -> None:
+        self.config = config
+        self.net = GaussianNetwork(model, config).to(device)
+        self.original = copy.deepcopy(model).to(device).eval()
+        self.train = Source("train_loader", train_loader, device)
+        self.val = Source("val_loader", val_loader, device) if val_loader is not None else None
+        self.metric = metric or (accuracy if loss_fn is F.cross_entropy else None)
+        compare = divergence if distill is True else distill or None
+        self.objective = Objective(loss_fn, self.original if compare else None, compare)
+        self.epoch = self.train.steps_per_epoch(config.training)
+
+    def whole(self, progress: Progress, on_round: Callable[[Progress], None] | None) -> Result:
+        schedule, finish = self.config.schedule, self.config.finish
+        if progress.state is None:
+            progress.before = self.scores(self.original)
+        else:
+            self.net.load_state_dict(progress.state)
+        batches = self.train.endless()
+        total = len(schedule.fractions)
+        for number, fraction in enumerate(schedule.fractions, 1):
+            if number <= len(progress.rounds):
+                continue
+            epochs = schedule.warmup_epochs if number == 1 else schedule.epochs_per_round
+            done = self.round(number, total, fraction, epochs, batches)
+            progress.rounds.append(done)
+            progress.state = _on_cpu(self.net.state_dict())
+            if on_round is not None:
+                on_round(progress)
+        if finish.reestimate_batchnorm:
+            self.reestimate(batches)
+        if self.polish(batches) and finish.reestimate_batchnorm:
+            self.reestimate(batches)
+        compressed = self.net.finish()
+        decoded = compressed.apply_to(copy.deepcopy(self.original))
+        return Result(
+            compressed=compressed,
+            summary=summarise(compressed.layout, compressed.values()),
+            rounds=tuple(progress.rounds),
+            before=progress.before,
+            fixed=progress.rounds[-1].scores,
+            after=self.scores(decoded),
+            config=self.config,
+            _original=self.original,
+        )
+
+    def round(
+        self, number: int, total: int, fraction: float, epochs: float, batches: Iterator[Batch]
+    ) -> Round:
+        """Train with fresh optimiser state, then fix up to the fraction."""
+        started = time.perf_counter()
+        config, net = self.config.training, self.net
+        steps = steps_in(epochs, self.epoch)
+        optimizer = torch.optim.SGD(
+            net.parameter_groups(
+                lr=config.learning_rate,
+                sigma_lr=config.sigma_learning_rate,
+                weight_decay=config.weight_decay,
+            ),
+            momentum=config.momentum,
+        )
+        where = f"round {number} of {total}"
+        loss = (
+            fit(net, batches, steps, self.objective, config, optimizer=optimizer, where=where)
+            if steps
+            else None
+        )
+        quartiles = _quartiles(net.sigma[~net.fixed].detach())
+        record = net.fix(fraction)
+        return Round(
+            number=number,
+            steps=steps,
+            loss=loss,
+            fix=record,
+            fixed=Pool.of(net.mu[net.fixed].detach()),
+            sigma_quartiles=quartiles,
+            scores=self.scores(net),
+            seconds=time.perf_counter() - started,
+        )
+
+    def reestimate(self, batches: Iterator[Batch]) -> None:
+        steps = steps_in(self.config.finish.reestimate_epochs, self.epoch)
+        reestimate_batchnorm(self.net, batches, steps, "BatchNorm re-estimation")
+
+    def polish(self, batches: Iterator[Batch]) -> bool:
+        """Train the uncompressed parameters alone, with noise off; False if there is nothing to do."""
+        steps = steps_in(self.config.finish.polish_epochs, self.epoch)
+        parameters = [p for p in self.net.model.parameters() if p.requires_grad]
+        if not steps or not parameters:
+            return False
+        config = self.config.training
+        optimizer = torch.optim.SGD(
+            parameters,
+            lr=self.config.finish.polish_learning_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        with self.net.sampling(False):
+            fit(self.net, batches, steps, self.objective, config, optimizer=optimizer, where="polish")
+        return True
+
+    def scores(self, model: nn.Module) -> Scores | None:
+        if self.val is None:
+            return None
+        precision = self.config.training.precision
+        return evaluate(model, self.val, self.objective, self.metric, precision)
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+        return next((p.device for p in parameters), torch.device("cpu"))
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is unknown: {error}") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but this torch sees no CUDA device")
+    return chosen
+
+
+def _quartiles(values: Tensor) -> tuple[float, float, float]:
+    if values.numel() == 0:
+        return (0.0, 0.0, 0.0)
+    ascending = values.sort().values
+    at = [round(q * (values.numel() - 1)) for q in (0.25, 0.5, 0.75)]
+    low, middle, high = ascending[at].tolist()
+    return (low, middle, high)
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }

@@ -1,0 +1,284 @@
+"""Gaussian weights: every compressed weight is N(mu, sigma), and more and more of them are fixed.
+
+net = GaussianNetwork(model)
+for fraction in PAPER_FRACTIONS:
+    ...                                 # any loop, any optimiser: net(x), net.penalty()
+    net.fix(fraction)
+compressed = net.finish()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pwfn import ops
+from pwfn.clustering import FixStep, Move, fix_round, relative_moves
+from pwfn.compressed import Compressed
+from pwfn.config import Config, PosteriorConfig, SigmaInit
+from pwfn.errors import LayoutError, WeightError
+from pwfn.layout import Layout, untouched
+
+SIGMA_FLOOR = 2.0**-30
+"""The smallest sigma of a free weight."""
+
+_INITIAL_SCALE = 0.0025
+_INITIAL_LARGEST = 0.05
+
+
+def initial_sigma(weight: Tensor) -> Tensor:
+    """Where sigma starts, by relative distance to the powers of two on either side.
+
+    With ``2^x <= |mu| < 2^(x+1)``, ``lo = 2^x``, ``hi = 2^(x+1)``:
+    ``d = (|mu| - lo)/lo * (hi - |mu|)/hi``, zero at a power of two and largest between, and
+    ``sigma = clamp(0.0025 * d / q75, 2^-30, 0.05)`` with q75 the third quartile of d over the
+    tensor. Zero counts as a power of two. Where q75 is zero (a sparse tensor, say), it is taken
+    over the positive d; where no d is positive, every sigma is at the floor.
+
+    >>> sigma = initial_sigma(torch.tensor([0.5, 0.75, 0.75, 0.0], dtype=torch.float64))
+    >>> sigma.tolist() == [2**-30, 0.0025, 0.0025, 2**-30]
+    True
+    """
+    if not weight.is_floating_point() or not bool(torch.isfinite(weight).all()):
+        raise WeightError("initial_sigma needs finite floating-point weights")
+    if weight.dtype not in (torch.float32, torch.float64):
+        return initial_sigma(weight.float()).to(weight.dtype)
+    # |mu| = m * 2^e with 1/2 <= m < 1, so lo = 2^(e-1), hi = 2^e and d depends on m alone.
+    mantissa = torch.frexp(weight.detach().abs()).mantissa
+    d = (2 * mantissa - 1) * (1 - mantissa)
+    d = torch.where(mantissa == 0, torch.zeros_like(d), d).reshape(-1)
+    quartile = _third_quartile(d)
+    if quartile == 0:
+        quartile = _third_quartile(d[d > 0])
+    if quartile == 0:
+        return torch.full_like(weight, SIGMA_FLOOR, requires_grad=False)
+    sigma = (_INITIAL_SCALE * d / quartile).clamp(SIGMA_FLOOR, _INITIAL_LARGEST)
+    return sigma.view(weight.shape)
+
+
+def _third_quartile(values: Tensor) -> float:
+    """Linear interpolation between order statistics; ``torch.quantile`` stops at 16 M values."""
+    if values.numel() == 0:
+        return 0.0
+    position = 0.75 * (values.numel() - 1)
+    below = int(position)
+    low = float(values.kthvalue(below + 1).values)
+    high = float(values.kthvalue(min(below + 2, values.numel())).values)
+    return low + (position - below) * (high - low)
+
+
+@dataclass(frozen=True)
+class FixRecord:
+    """What one call of ``fix`` did."""
+
+    fraction: float
+    fixed: int  # weights fixed after it, in all
+    steps: tuple[FixStep, ...]
+    moves: tuple[Move, ...]  # by centre, of the weights it fixed
+
+
+class GaussianNetwork(nn.Module):
+    """Any eager model with its convolution and linear weights as independent Gaussians.
+
+    In training mode every forward pass draws ``w = mu + sigma * eps`` anew; in evaluation mode
+    it uses the means, so that before any training the output is the model's own, bit for bit.
+    The model given is copied, not changed; the copy's other parameters (BatchNorm, tokens, …)
+    are trained along.
+
+    A fixed weight lives in a buffer, not in a parameter: no optimiser, momentum or weight decay
+    can move it. ``mu`` and ``sigma`` are the vectors in force (fixed where fixed); ``free_mu``
+    and ``free_sigma`` are the trained parameters behind them.
+
+    >>> model = nn.Linear(4, 2)
+    >>> net = GaussianNetwork(model).eval()
+    >>> x = torch.randn(3, 4)
+    >>> torch.equal(net(x), model(x))
+    True
+    >>> net.fix(1.0).fixed
+    10
+    >>> net.finish().layout.size
+    10
+    """
+
+    fixed: Tensor
+    fixed_mu: Tensor
+    fixed_sigma: Tensor
+
+    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+        super().__init__()
+        self.config = config or Config()
+        self.layout = Layout.of(model, self.config.layout.include, self.config.layout.exclude)
+        self.records: list[FixRecord] = []
+        self._noise: bool | None = None
+        self._generator: torch.Generator | None = None
+        mu = self.layout.gather(model)
+        _check_finite(mu, self.layout, "weight")
+        self.model = _hollow_copy(model, self.layout)
+        self.free_mu = nn.Parameter(mu)
+        self.free_sigma = nn.Parameter(_starting_sigma(mu, self.layout, self.config.posterior))
+        self.register_buffer("fixed", torch.zeros_like(mu, dtype=torch.bool))
+        self.register_buffer("fixed_mu", torch.zeros_like(mu))
+        self.register_buffer("fixed_sigma", torch.zeros_like(mu))
+        self.train(model.training)
+
+    @property
+    def mu(self) -> Tensor:
+        """The mean of every weight."""
+        return torch.where(self.fixed, self.fixed_mu, self.free_mu)
+
+    @property
+    def sigma(self) -> Tensor:
+        """The standard deviation of every weight; at least 2^-30 for a free one."""
+        return torch.where(self.fixed, self.fixed_sigma, self.free_sigma.clamp_min(SIGMA_FLOOR))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, with sampled weights in training mode, else with the means."""
+        return functional_call(
+            self.model, self.layout.views(self._weights()), args, kwargs, tie_weights=False
+        )
+
+    @contextmanager
+    def sampling(self, on: bool = True, generator: torch.Generator | None = None) -> Iterator[None]:
+        """Within the block: draw weights (``on``) or use the means, in either mode.
+
+        >>> net = GaussianNetwork(nn.Linear(4, 2)).eval()
+        >>> with net.sampling(generator=torch.Generator().manual_seed(0)):
+        ...     draw = net(torch.ones(1, 4))
+        >>> torch.equal(draw, net(torch.ones(1, 4)))
+        False
+        """
+        before = self._noise, self._generator
+        self._noise, self._generator = on, generator
+        try:
+            yield
+        finally:
+            self._noise, self._generator = before
+
+    def penalty(self) -> Tensor:
+        """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3)."""
+        short = torch.relu(self.config.posterior.cap - self.free_sigma)
+        return self.config.posterior.alpha * short.masked_fill(self.fixed, 0).sum()
+
+    def fix(self, fraction: float) -> FixRecord:
+        """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`."""
+        before, mask = self.mu.detach(), self.fixed
+        _check_finite(before, self.layout, "mean of")
+        _check_finite(self.sigma.detach(), self.layout, "sigma of")
+        c = self.config.clustering
+        result = fix_round(
+            before,
+            self.sigma,
+            mask,
+            fraction,
+            rule=c.rule,
+            b=c.b,
+            delta=c.delta,
+            omega_max=c.omega_max,
+            zero_fix=c.zero_fix,
+            sweep=c.sweep,
+            distance_floor=c.distance_floor,
+            fixed_sigma=c.fixed_sigma,
+        )
+        new = result.fixed & ~mask
+        moves = relative_moves(before[new], result.mu[new])
+        self.fixed_mu.copy_(torch.where(new, result.mu, self.fixed_mu))
+        self.fixed_sigma.copy_(torch.where(new, result.sigma, self.fixed_sigma))
+        self.fixed.copy_(result.fixed)
+        record = FixRecord(fraction, int(self.fixed.sum()), tuple(result.steps), tuple(moves))
+        self.records.append(record)
+        return record
+
+    def finish(self) -> Compressed:
+        """The compressed network, once every weight is fixed."""
+        free = int((~self.fixed).sum())
+        if free:
+            raise WeightError(f"{free:,} of {self.layout.size:,} weights are still free: call fix(1.0) first")
+        return Compressed.of(self.layout, self.fixed_mu, self.fixed_sigma, untouched(self.model, self.layout))
+
+    def parameter_groups(
+        self, *, lr: float, sigma_lr: float | None = None, weight_decay: float = 0.0
+    ) -> list[dict[str, Any]]:
+        """Groups for any torch optimiser, with weight decay on all but sigma."""
+        others = [p for p in self.parameters() if p is not self.free_sigma]
+        return [
+            {"params": others, "lr": lr, "weight_decay": weight_decay},
+            {
+                "params": [self.free_sigma],
+                "lr": lr if sigma_lr is None else sigma_lr,
+                "weight_decay": 0.0,
+            },
+        ]
+
+    def get_extra_state(self) -> list[tuple[Any, ...]]:
+        """The records, as plain tuples that a weights-only load accepts."""
+        return [
+            (r.fraction, r.fixed, [tuple(s) for s in r.steps], [tuple(m) for m in r.moves])
+            for r in self.records
+        ]
+
+    def set_extra_state(self, state: list[tuple[Any, ...]]) -> None:
+        """The records again, from what ``get_extra_state`` gave."""
+        self.records = [
+            FixRecord(fraction, fixed, tuple(FixStep(*s) for s in steps), tuple(Move(*m) for m in moves))
+            for fraction, fixed, steps, moves in state
+        ]
+
+    def _weights(self) -> Tensor:
+        """The vector of this forward pass: one draw, or the means."""
+        if self.training:
+            # The floor is a projection, not a clamp in the graph: a clamp's gradient is zero
+            # below it, and a sigma that one step had carried there would hardly come back.
+            with torch.no_grad():
+                self.free_sigma.clamp_(min=SIGMA_FLOOR)
+        if not (self.training if self._noise is None else self._noise):
+            return self.mu
+        quiet = self.training and not self.config.posterior.noise_on_fixed
+        fixed_sigma = torch.zeros_like(self.fixed_sigma) if quiet else self.fixed_sigma
+        return ops.sample(self.mu, torch.where(self.fixed, fixed_sigma, self.free_sigma), self._generator)
+
+
+def _starting_sigma(mu: Tensor, layout: Layout, config: PosteriorConfig) -> Tensor:
+    if config.init is SigmaInit.CONSTANT:
+        return torch.full_like(mu, config.constant_sigma)
+    return torch.cat([initial_sigma(mu[entry.span]) for entry in layout.entries])
+
+
+def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
+    """A deep copy of the model without its compressed parameters, whose places hold None.
+
+    ``functional_call`` puts the weights there for one forward pass; elsewhere the copy has only
+    what is trained or kept beside the vector, so that ``parameters()`` and ``state_dict()`` do too.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    covered = [parameters[entry.name] for entry in layout.entries]
+    stand_in = nn.Parameter(torch.empty(0), requires_grad=False)
+    try:
+        hollow = copy.deepcopy(model, {id(parameter): stand_in for parameter in covered})
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise LayoutError(
+            f"{type(model).__name__} cannot be copied ({error}): remove what copy.deepcopy cannot "
+            "take, such as open files, locks or tensors that are part of a graph"
+        ) from error
+    for entry in layout.entries:
+        for name in (entry.name, *entry.aliases):
+            layer, _, leaf = name.rpartition(".")
+            hollow.get_submodule(layer).register_parameter(leaf, None)
+    return hollow
+
+
+def _check_finite(vector: Tensor, layout: Layout, what: str) -> None:
+    finite = torch.isfinite(vector)
+    if not bool(finite.all()):
+        position = int(torch.nonzero(~finite)[0])
+        raise WeightError(
+            f"{what} {layout.locate(position)} is {float(vector[position])} (one of "
+            f"{int((~finite).sum()):,} that are not finite): start from finite weights, or lower "
+            "the learning rate"
+        )

@@ -1,0 +1,364 @@
+"""The fit loop, evaluation, BatchNorm re-estimation, and the seeded block they run in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from pwfn.config import Precision, TrainingConfig
+from pwfn.errors import DataError, DivergedError, PwfnError
+from pwfn.posterior import GaussianNetwork
+
+LossFn = Callable[[Any, Any], Tensor]
+_TARGET_KEYS = ("labels", "label", "target", "targets")
+_CHECK_EVERY = 32  # steps between looks at the loss: each look waits for the device
+# What a model or loss raises on a batch it cannot take; anything else is a fault of its own.
+_BATCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loader gave, split into what the model takes and what the loss compares with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any  # None for unlabelled data
+
+    @classmethod
+    def of(cls, raw: Any, device: torch.device) -> Batch:
+        """``(x, y)``, ``(x1, x2, …, y)``, a mapping with ``labels`` or ``target``, or ``x`` alone."""
+        raw = _moved(raw, device)
+        if isinstance(raw, Mapping):
+            key = next((key for key in _TARGET_KEYS if key in raw), None)
+            inputs = {str(name): value for name, value in raw.items() if name != key}
+            return cls((), inputs, raw[key] if key else None)
+        if isinstance(raw, tuple):
+            return cls(raw[:-1], {}, raw[-1]) if len(raw) > 1 else cls(raw, {}, None)
+        return cls((raw,), {}, None)
+
+    @property
+    def size(self) -> int:
+        """Number of examples: the length of the first tensor."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor) and value.dim() > 0:
+                return value.shape[0]
+        return 1
+
+    def through(self, model: nn.Module, where: str) -> Any:
+        """The model's output; a batch it cannot take is the user's to mend, and says so."""
+        try:
+            return model(*self.args, **self.kwargs)
+        except torch.OutOfMemoryError as error:
+            raise DataError(
+                f"{where}: out of memory with inputs {self._describe()}: use smaller batches"
+            ) from error
+        except _BATCH_ERRORS as error:
+            raise DataError(
+                f"{where}: the model cannot take inputs {self._describe()}: {_cause(error)}"
+            ) from error
+
+    def _describe(self) -> str:
+        named = [("", value) for value in self.args] + [(f"{k}=", v) for k, v in self.kwargs.items()]
+        return ", ".join(
+            f"{name}{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}"
+            if isinstance(v, Tensor)
+            else f"{name}{type(v).__name__}"
+            for name, v in named
+        )
+
+
+def _moved(raw: Any, device: torch.device) -> Any:
+    if isinstance(raw, Tensor):
+        return raw.to(device, non_blocking=True)
+    if isinstance(raw, Mapping):
+        return {key: _moved(value, device) for key, value in raw.items()}
+    if isinstance(raw, (tuple, list)):
+        return tuple(_moved(value, device) for value in raw)
+    return raw
+
+
+@dataclass(frozen=True)
+class Source:
+    """A loader with its name in messages, on its way to a device."""
+
+    name: str
+    loader: Iterable[Any]
+    device: torch.device
+
+    def steps_per_epoch(self, config: TrainingConfig) -> int:
+        """Batches in an epoch: as configured, or the loader's length."""
+        if config.steps_per_epoch is not None:
+            return config.steps_per_epoch
+        if not isinstance(self.loader, Sized):
+            raise DataError(
+                f"{self.name} has no length: set training.steps_per_epoch to the number of its batches"
+            )
+        try:
+            length = len(self.loader)
+        except TypeError as error:  # a DataLoader over a data set without a length
+            raise DataError(
+                f"{self.name} has no length ({error}): set training.steps_per_epoch to the number "
+                "of its batches"
+            ) from None
+        if length == 0:
+            raise DataError(f"{self.name} is empty: it has no batch to train or test on")
+        return length
+
+    def batches(self) -> Iterator[Batch]:
+        """One pass."""
+        iterator = iter(self._start())
+        for number in itertools.count(1):
+            try:
+                raw = next(iterator)
+            except StopIteration:
+                return
+            except PwfnError:
+                raise
+            except Exception as error:  # a user's data set may raise anything at all
+                raise DataError(f"{self.name} failed at batch {number}: {_cause(error)}") from error
+            yield Batch.of(raw, self.device)
+
+    def endless(self) -> Iterator[Batch]:
+        """Pass after pass; an error if one is empty."""
+        for epoch in itertools.count(1):
+            empty = True
+            for batch in self.batches():
+                empty = False
+                yield batch
+            if empty:
+                why = "is empty" if epoch == 1 else f"gave nothing in pass {epoch}: it can be read only once"
+                raise DataError(f"{self.name} {why}; pass a loader that can be iterated again and again")
+
+    def _start(self) -> Iterable[Any]:
+        if not isinstance(self.loader, Iterable):
+            raise DataError(
+                f"{self.name} is a {type(self.loader).__name__}: allowed is an iterable of batches"
+            )
+        return self.loader
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The task's loss of a batch, and the divergence from the original network if it teaches."""
+
+    loss_fn: LossFn
+    teacher: nn.Module | None = None
+    divergence: LossFn | None = None
+
+    def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
+        """The loss of a batch."""
+        return self.of_output(batch.through(net, where), batch, where)
+
+    def of_output(self, output: Any, batch: Batch, where: str) -> Tensor:
+        """The loss of an output already computed."""
+        if self.teacher is not None and self.divergence is not None:
+            with torch.no_grad():
+                reference = batch.through(self.teacher, where)
+            compare, target = self.divergence, reference
+        elif batch.target is None:
+            raise DataError(f"{where} has no target: give (input, target) batches, or distill=True")
+        else:
+            compare, target = self.loss_fn, batch.target
+        try:
+            loss = compare(output, target)
+        except _BATCH_ERRORS as error:
+            raise DataError(
+                f"{where}: the loss cannot take the output and the target: {_cause(error)}"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
+        return loss
+
+
+def _cause(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def divergence(output: Tensor, reference: Tensor) -> Tensor:
+    """Kullback–Leibler divergence of softmax outputs, ``sum p log(p / q)``, p the reference's, in nats.
+
+    Classes lie along axis 1, as for cross entropy; the mean is over everything else.
+
+    >>> divergence(torch.zeros(1, 2), torch.zeros(1, 2)).item()
+    0.0
+    """
+    log_q, log_p = F.log_softmax(output.float(), 1), F.log_softmax(reference.float(), 1)
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
+
+
+def fit(
+    net: GaussianNetwork,
+    batches: Iterator[Batch],
+    steps: int,
+    objective: Objective,
+    config: TrainingConfig,
+    *,
+    optimizer: torch.optim.Optimizer,
+    where: str,
+) -> float:
+    """Train for a number of steps and return the mean task loss.
+
+    The gradient's norm is clipped before the regulariser's part is added: the regulariser's own
+    norm is ``alpha * sqrt(N)``, and clipping the sum would shrink every step.
+    """
+    net.train()
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    device = net.free_mu.device
+    total = torch.zeros((), device=device)
+    first_bad = torch.full((), -1, device=device, dtype=torch.int64)
+    for step in range(steps):
+        batch = next(batches)
+        optimizer.zero_grad(set_to_none=True)
+        with _autocast(device, config.precision):
+            loss = objective(net, batch, f"{where}, step {step + 1}")
+        _backward(loss, where)
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], config.clip_norm)
+        if net.config.posterior.alpha > 0 and any(p is net.free_sigma for p in trained):
+            net.penalty().backward()
+        optimizer.step()
+        total += loss.detach()
+        # NaN and infinity stay in the running total, so one look now and then finds them all.
+        first_bad = torch.where((first_bad < 0) & ~torch.isfinite(total), step, first_bad)
+        if step % _CHECK_EVERY == _CHECK_EVERY - 1 or step == steps - 1:
+            _check_loss(int(first_bad), steps, where)
+    return float(total) / max(steps, 1)
+
+
+def _backward(loss: Tensor, where: str) -> None:
+    if not loss.requires_grad:
+        raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
+    loss.backward()
+
+
+def _check_loss(first_bad: int, steps: int, where: str) -> None:
+    if first_bad >= 0:
+        raise DivergedError(
+            f"{where}: the loss is no longer finite at step {first_bad + 1} of {steps}: lower "
+            "training.learning_rate, or look for NaN in the data"
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mean over the examples of a loader."""
+
+    loss: float  # the run's objective
+    metric: float | None  # accuracy as a share for classifiers; None where there is no metric
+    examples: int
+
+
+def accuracy(output: Any, target: Any) -> Tensor:
+    """Share of examples whose largest output, along axis 1, is the target's class.
+
+    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
+    0.5
+    """
+    return (output.argmax(1) == target).float().mean()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    source: Source,
+    objective: Objective,
+    metric: LossFn | None,
+    precision: Precision = Precision.FP32,
+) -> Scores:
+    """Loss and metric of a model in evaluation mode; its mode is put back afterwards."""
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=source.device)
+    examples = scored = 0
+    try:
+        for number, batch in enumerate(source.batches(), 1):
+            where = f"{source.name}, batch {number}"
+            with _autocast(source.device, precision):
+                output = batch.through(model, where)
+                totals[0] += objective.of_output(output, batch, where).double() * batch.size
+                if metric is not None and batch.target is not None:
+                    totals[1] += metric(output, batch.target).double() * batch.size
+                    scored += batch.size
+            examples += batch.size
+    finally:
+        model.train(was_training)
+    if examples == 0:
+        raise DataError(f"{source.name} is empty: it has no batch to train or test on")
+    loss, score = totals.tolist()
+    return Scores(loss / examples, score / scored if scored else None, examples)
+
+
+@torch.no_grad()
+def reestimate_batchnorm(net: GaussianNetwork, batches: Iterator[Batch], steps: int, where: str) -> int:
+    """Gather running statistics again at the point estimate, as plain means over the batches.
+
+    Statistics gathered under noise do not fit the network without it. Returns how many layers
+    were done; the rest of the network is in evaluation mode meanwhile.
+    """
+    layers = [m for m in net.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+    if not layers:
+        return 0
+    was_training = net.training
+    momenta = [layer.momentum for layer in layers]
+    net.eval()
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # cumulative mean
+        layer.train()
+    try:
+        with net.sampling(False):
+            for _ in range(max(steps, 1)):
+                next(batches).through(net, where)
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+        net.train(was_training)
+    return len(layers)
+
+
+def steps_in(epochs: float, steps_per_epoch: int) -> int:
+    """Whole steps in a number of epochs, at least one if there is anything to train.
+
+    >>> steps_in(0.05, 391), steps_in(3, 391), steps_in(0, 391)
+    (20, 1173, 0)
+    """
+    return math.ceil(epochs * steps_per_epoch - 1e-9)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within the block all random states start from the seed and cuDNN repeats itself exactly.
+
+    Afterwards every state is as it was, so that a run does not disturb its caller.
+    """
+    cuda = [device] if device.type == "cuda" else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    cudnn = torch.backends.cudnn
+    flags = cudnn.deterministic, cudnn.benchmark
+    with torch.random.fork_rng(devices=cuda):
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            cudnn.deterministic, cudnn.benchmark = True, False
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            cudnn.deterministic, cudnn.benchmark = flags
+
+
+def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision is Precision.BF16)
