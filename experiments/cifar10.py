@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None, help="in place of the file's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("experiments/results"))
+    parser.add_argument("--commit", default=None, help="of this code, where it is not a git checkout")
     options = parser.parse_args()
 
     config = Config.load(options.config)
@@ -62,7 +63,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - started, 1),
         "device": _device_name(options.device),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": _commit(),
+        "commit": options.commit or _commit(),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")

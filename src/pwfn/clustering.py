@@ -147,7 +147,9 @@ class _Free:
         index = torch.nonzero(~fixed).squeeze(1)
         means, order = torch.sort(mu[index], stable=True)
         index = index[order]
-        return cls(means, index, sigma[index].clamp_min(config.distance_floor), config)
+        # A floor below what the number type can hold would leave D = 0 / 0 for a weight on its centre.
+        floor = max(config.distance_floor, torch.finfo(sigma.dtype).tiny)
+        return cls(means, index, sigma[index].clamp_min(floor), config)
 
     def most_popular(self, omega: int) -> tuple[float, slice]:
         """The candidate nearest to most weights (the smallest of equals), and which those are."""
@@ -196,7 +198,10 @@ class _Free:
 
     def _edges(self, grid: Tensor) -> Tensor:
         """Upper ends of the stretches nearest to each candidate but the last; an end belongs below."""
-        edges = (grid[1:] + grid[:-1]) / 2
+        lower, upper = grid[:-1], grid[1:]
+        edges = (lower + upper) / 2
+        # A midpoint that was rounded up would claim the next number above, which is nearer to upper.
+        edges = torch.where(edges - lower > upper - edges, torch.nextafter(edges, lower), edges)
         if self._config.zero_fix:
             unit = 2.0**-self._config.b
             zero = int((grid < 0).sum())

@@ -1,23 +1,38 @@
-"""The result as a value: a codebook, one index per weight, sigma, and what was left untouched."""
+"""The result as a value: codebooks, one index per weight, sigma, and what was left untouched."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pwfn import ops
 from pwfn.errors import LayoutError, WeightError
-from pwfn.layout import Layout
+from pwfn.layout import Entry, Layout
+
+Divide = Callable[[Entry], tuple[int, int]]
+"""Says along which axis, and into how many equal parts with a codebook each, an entry is cut."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which codebooks an entry uses: it is cut along ``axis`` into as many equal parts."""
+
+    codebooks: tuple[int, ...] = (0,)
+    axis: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """A network whose compressed weights are ``codebook[indices]``, all on the CPU.
+    """A network whose compressed weights are values of a few codebooks, all on the CPU.
 
-    ``sigma`` has one entry per weight; ``untouched`` holds every other parameter and buffer by
-    its state-dict name.
+    Probabilistic weight fixing has one codebook for the whole network; other methods have one for
+    each layer or channel. The posterior's sigma is known per weight (``weight_sigma``), per value of
+    a codebook (``centre_sigma``), or not at all. ``untouched`` holds every other parameter and
+    buffer by its state-dict name; ``record`` holds the facts of the run that can be kept as JSON.
 
     >>> layout = Layout.of(nn.Linear(2, 1, bias=False))
     >>> small = Compressed.of(layout, torch.tensor([0.5, -0.25]), torch.zeros(2), {})
@@ -26,32 +41,69 @@ class Compressed:
     """
 
     layout: Layout
-    codebook: Tensor
-    indices: Tensor
-    sigma: Tensor
+    codebooks: tuple[Tensor, ...]  # each ascending and without repetition
+    divisions: tuple[Division, ...]  # one per entry of the layout
+    indices: Tensor  # one per weight, into the codebook of its part
     untouched: dict[str, Tensor]
+    weight_sigma: Tensor | None = None
+    centre_sigma: tuple[Tensor, ...] | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: Layout, values: Tensor, sigma: Tensor, untouched: dict[str, Tensor]) -> Compressed:
-        """From one value per weight: the distinct values, ascending, are the codebook."""
-        if values.shape != (layout.size,) or sigma.shape != (layout.size,):
-            raise WeightError(
-                f"{values.numel():,} values and {sigma.numel():,} sigmas for a layout of "
-                f"{layout.size:,} weights: all three must agree"
-            )
+    def of(
+        cls,
+        layout: Layout,
+        values: Tensor,
+        sigma: Tensor | None,
+        untouched: Mapping[str, Tensor],
+        *,
+        divide: Divide | None = None,
+        record: Mapping[str, Any] | None = None,
+    ) -> Compressed:
+        """From one value per weight: the distinct values, ascending, are the codebook.
+
+        With ``divide``, every part of every entry has a codebook of its own.
+        """
+        for name, vector in (("values", values), ("sigmas", sigma)):
+            if vector is not None and vector.shape != (layout.size,):
+                raise WeightError(
+                    f"{vector.numel():,} {name} for a layout of {layout.size:,} weights: they must agree"
+                )
         # + 0.0 turns -0.0 into 0.0, which would be a second zero in the codebook.
-        codebook, indices = torch.unique(values.detach().cpu() + 0.0, return_inverse=True)
+        values = values.detach().cpu() + 0.0
+        books, divisions, indices = (
+            _whole(layout, values) if divide is None else _divided(layout, values, divide)
+        )
+        largest = max(book.numel() for book in books)
         return cls(
             layout,
-            codebook,
-            indices.to(_index_dtype(codebook.numel())),
-            sigma.detach().cpu().clone(),
+            books,
+            divisions,
+            indices.to(index_dtype(largest)),
             {name: tensor.detach().cpu().clone() for name, tensor in untouched.items()},
+            weight_sigma=sigma.detach().cpu().clone() if sigma is not None else None,
+            record=dict(record or {}),
         )
+
+    @property
+    def codebook(self) -> Tensor:
+        """The one codebook of the whole network."""
+        if len(self.codebooks) != 1:
+            raise WeightError(
+                f"this network has {len(self.codebooks)} codebooks: see codebooks and divisions"
+            )
+        return self.codebooks[0]
+
+    @property
+    def sigma(self) -> Tensor | None:
+        """One sigma per weight, as far as it is known: exact, or its centre's."""
+        if self.weight_sigma is not None:
+            return self.weight_sigma
+        return self._looked_up(self.centre_sigma) if self.centre_sigma is not None else None
 
     def values(self) -> Tensor:
         """One value per weight, as a vector."""
-        return self.codebook[self.indices.to(torch.int64)]
+        return self._looked_up(self.codebooks)
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """A state dict of the whole model, every compressed weight at its centre."""
@@ -59,12 +111,19 @@ class Compressed:
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """A state dict with every compressed weight drawn from ``N(centre, sigma)``."""
-        return self._state_dict(ops.sample(self.values(), self.sigma, generator))
+        sigma = self.sigma
+        if sigma is None:
+            raise WeightError("this network has no posterior to draw from: save it with one")
+        return self._state_dict(ops.sample(self.values(), sigma, generator))
 
     def apply_to(self, model: nn.Module) -> nn.Module:
-        """Load the weights into a model of the same architecture, and return it."""
+        """Load the weights into a model of the same architecture, and return it.
+
+        What its state dict holds beside tensors (the extra state of a module) stays its own.
+        """
         state = self.dense_state_dict()
-        theirs = model.state_dict()
+        whole = model.state_dict()
+        theirs = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
         differing = [
             f"{name} is {_shape(theirs, name)} in the model, {_shape(state, name)} here"
             for name in sorted(state.keys() | theirs.keys())
@@ -73,19 +132,81 @@ class Compressed:
         if differing:
             more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
             raise LayoutError("the model does not match: " + "; ".join(differing[:10]) + more)
-        model.load_state_dict(state)
+        model.load_state_dict({**whole, **state})
         return model
+
+    def centre_sigmas(self) -> tuple[Tensor, ...] | None:
+        """One sigma for each value of each codebook: the root mean square over its weights."""
+        if self.weight_sigma is None:
+            return self.centre_sigma
+        squares = [torch.zeros(book.numel(), dtype=torch.float64) for book in self.codebooks]
+        counts = [torch.zeros_like(total) for total in squares]
+        for book, index, sigma in self.pieces(self.weight_sigma):
+            flat = index.reshape(-1).to(torch.int64)
+            squares[book].index_add_(0, flat, sigma.reshape(-1).double().square())
+            counts[book] += torch.bincount(flat, minlength=counts[book].numel())
+        dtype = self.layout.dtype
+        return tuple((s / n.clamp_min(1)).sqrt().to(dtype) for s, n in zip(squares, counts, strict=True))
+
+    def pieces(self, vector: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """For every part of every entry: its codebook, its indices, and its share of a vector."""
+        found = []
+        for entry, division in zip(self.layout.entries, self.divisions, strict=True):
+            shape = entry.shape or (1,)
+            parts = len(division.codebooks)
+            cut = self.indices[entry.span].view(shape).tensor_split(parts, division.axis)
+            share = vector[entry.span].view(shape).tensor_split(parts, division.axis)
+            found += list(zip(division.codebooks, cut, share, strict=True))
+        return found
+
+    def _looked_up(self, tables: tuple[Tensor, ...]) -> Tensor:
+        """For every weight the entry of its codebook's table."""
+        if len(tables) == 1:
+            return tables[0][self.indices.to(torch.int64)]
+        out = torch.empty(self.layout.size, dtype=tables[0].dtype)
+        for book, index, place in self.pieces(out):
+            place.copy_(tables[book][index.to(torch.int64)])
+        return out
 
     def _state_dict(self, vector: Tensor) -> dict[str, Tensor]:
         weights = {name: view.clone() for name, view in self.layout.views(vector).items()}
         return weights | {name: tensor.clone() for name, tensor in self.untouched.items()}
 
 
-def _shape(state: dict[str, Tensor], name: str) -> str:
+def _whole(layout: Layout, values: Tensor) -> tuple[tuple[Tensor, ...], tuple[Division, ...], Tensor]:
+    codebook, indices = torch.unique(values, return_inverse=True)
+    return (codebook,), (Division(),) * len(layout.entries), indices
+
+
+def _divided(
+    layout: Layout, values: Tensor, divide: Divide
+) -> tuple[tuple[Tensor, ...], tuple[Division, ...], Tensor]:
+    books: list[Tensor] = []
+    divisions: list[Division] = []
+    indices = torch.empty(layout.size, dtype=torch.int64)
+    for entry in layout.entries:
+        shape = entry.shape or (1,)
+        axis, parts = divide(entry)
+        if not 0 <= axis < len(shape) or parts < 1 or shape[axis] % parts:
+            raise WeightError(
+                f"{entry.name} of shape {shape} cannot be cut along axis {axis} into {parts} parts"
+            )
+        place = indices[entry.span].view(shape).tensor_split(parts, axis)
+        share = values[entry.span].view(shape).tensor_split(parts, axis)
+        divisions.append(Division(tuple(range(len(books), len(books) + parts)), axis))
+        for where, part in zip(place, share, strict=True):
+            book, index = torch.unique(part, return_inverse=True)
+            books.append(book)
+            where.copy_(index)
+    return tuple(books), tuple(divisions), indices
+
+
+def _shape(state: Mapping[str, Tensor], name: str) -> str:
     return "×".join(str(n) for n in state[name].shape) or "scalar" if name in state else "absent"
 
 
-def _index_dtype(count: int) -> torch.dtype:
+def index_dtype(count: int) -> torch.dtype:
+    """The narrowest type that holds indices into that many values."""
     if count <= 2**8:
         return torch.uint8
     return torch.int16 if count <= 2**15 else torch.int32

@@ -292,7 +292,7 @@ class Config:
         check = _Number(0, 2**63 - 1, whole=True)
         try:
             object.__setattr__(self, "seed", check(self.seed))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ConfigError(f"seed is {self.seed!r}: allowed is {check.allowed()}") from None
         for name, section in _SECTIONS.items():
             if not isinstance(getattr(self, name), section):
@@ -305,20 +305,17 @@ class Config:
         ``paper`` keeps the paper's rule (``mean``), has no sweep, and stops after the last
         fixing: no BatchNorm re-estimation, no polish.
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ConfigError(f"preset {name!r} is unknown{_hint(name, PRESETS)}")
         return cls().override(PRESETS[name])
 
     def override(self, changes: Mapping[str, Any]) -> Self:
-        """A copy with ``{"section.name": value}`` changed; unknown names get a suggestion."""
-        tables: dict[str, Any] = {}
+        """A copy with ``{"section.name": value}`` changed, in that order; unknown names get a suggestion."""
+        changed = self
         for key, value in changes.items():
-            section, _, name = key.partition(".")
-            if not name:
-                tables[key] = value
-            elif isinstance(tables.setdefault(section, {}), dict):
-                tables[section][name] = value
-        return self._merged(tables)
+            section, _, name = str(key).partition(".")
+            changed = changed._merged({section: {name: value}} if name else {key: value})
+        return changed
 
     def _merged(self, tables: Mapping[str, Any]) -> Self:
         known = ("seed", *_SECTIONS)
@@ -356,7 +353,7 @@ class Config:
         """Settings from a TOML file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a path at all
             raise ConfigError(f"{path}: cannot read the settings: {error}") from None
         try:
             return cls.from_toml(text)
@@ -414,5 +411,5 @@ def _plain(value: Any) -> Any:
 
 def _hint(name: str, known: Iterable[str]) -> str:
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(str(name), names, n=1)
     return f": did you mean {near[0]!r}?" if near else f": allowed is one of {', '.join(names)}"

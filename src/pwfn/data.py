@@ -41,6 +41,14 @@ class TensorLoader:
             raise DataError(
                 f"{len(self.images):,} images and {len(self.targets):,} targets: they must be as many"
             )
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise DataError(f"batch_size is {self.batch_size!r}: allowed is a whole number of at least 1")
+        channels = self.images.shape[1] if self.images.dim() > 1 else 0
+        if len(self.mean) != len(self.std) or len(self.mean) not in (0, channels):
+            raise DataError(
+                f"mean has {len(self.mean)} and std {len(self.std)} numbers: allowed is one of each per "
+                f"channel ({channels}), or none"
+            )
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.batch_size)
@@ -48,7 +56,8 @@ class TensorLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         device, size = self.images.device, len(self.images)
         order = torch.randperm(size, device=device) if self.shuffle else torch.arange(size, device=device)
-        for chosen in order.split(self.batch_size):
+        for start in range(0, size, self.batch_size):
+            chosen = order[start : start + self.batch_size]
             yield self._prepared(self.images[chosen]), self.targets[chosen]
 
     def _prepared(self, images: Tensor) -> Tensor:
@@ -110,16 +119,21 @@ def npz(
 ) -> Split:
     """Images from an npz file: ``x_train, y_train, x_test, y_test``, uint8, N×H×W×C."""
     try:
-        with np.load(path) as arrays:
+        with Path(path).open("rb") as file, np.load(file) as arrays:
             x_train, y_train, x_test, y_test = (
                 torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test")
             )
-    except (OSError, KeyError, ValueError) as error:
+    except Exception as error:  # numpy, zipfile and zlib each have their own for a broken file
         raise DataError(f"{path}: cannot be read as x_train, y_train, x_test, y_test: {error}") from error
-    for name, images in (("x_train", x_train), ("x_test", x_test)):
+    pairs = (("x_train", x_train, "y_train", y_train), ("x_test", x_test, "y_test", y_test))
+    for name, images, label_name, labels in pairs:
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise DataError(
                 f"{path}: {name} is {tuple(images.shape)} {images.dtype}: allowed is N×H×W×C uint8"
+            )
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise DataError(
+                f"{path}: {label_name} is {tuple(labels.shape)} {labels.dtype}: allowed is N whole numbers"
             )
 
     def loader(images: Tensor, labels: Tensor, size: int, train: bool) -> TensorLoader:

@@ -16,7 +16,7 @@ from pwfn.pipeline import Progress, Result, Round, compress
 from pwfn.training import seeded
 
 _PRETRAINING_EPOCHS = 12
-_HEADER = "round  fixed     loss  accuracy  entropy  unique  powers of two"
+_HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two"
 
 
 def settings(preset: str, seed: int) -> Config:
@@ -66,7 +66,7 @@ def _row(done: Round) -> str:
     loss = f"{done.loss:.4f}" if done.loss is not None else "-"
     score = f"{done.scores.metric:.2%}" if done.scores and done.scores.metric is not None else "-"
     return (
-        f"{done.number:>5}  {done.fix.fraction:>5.1%}  {loss:>7}  {score:>8}  "
+        f"{done.number:>5}  {done.fix.fraction:>6.1%}  {loss:>7}  {score:>8}  "
         f"{done.fixed.entropy_bits:>7.3f}  {done.fixed.unique:>6}  {done.fixed.power_of_two_share:>13.1%}"
     )
 

@@ -37,3 +37,7 @@ class WeightError(PwfnError):
 
 class DivergedError(PwfnError):
     """The loss or a gradient is no longer a finite number."""
+
+
+class FileError(PwfnError):
+    """A file cannot be written, or is not a sound .pwfn file."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -34,6 +34,7 @@ _PARTS_OF_NAME = {
     **dict.fromkeys(("k", "k_proj", "key", "to_k"), ("k",)),
     **dict.fromkeys(("v", "v_proj", "value", "to_v"), ("v",)),
 }
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
 
 
@@ -154,12 +155,9 @@ class Layout:
                 )
             )
             offset += parameter.numel()
-        selection.check_all_used(owner.name for _, owners in _owned_parameters(model) for owner in owners)
+        selection.check_all_used([owner for _, owners in _owned_parameters(model) for owner in owners])
         if not entries:
-            raise LayoutError(
-                f"{type(model).__name__} has no convolution or linear layer to compress: "
-                f"name its parameters in include= ({len(left_out)} are left out)"
-            )
+            raise LayoutError(selection.nothing_left(type(model).__name__, len(left_out)))
         return cls(tuple(entries), tuple(left_out))
 
     @property
@@ -190,7 +188,7 @@ class Layout:
         for entry, piece in zip(self.entries, pieces, strict=True):
             tensor = piece.view(entry.shape).to(entry.dtype)
             if entry.channels_last:
-                tensor = tensor.contiguous(memory_format=torch.channels_last)
+                tensor = tensor.to(memory_format=_CHANNELS_LAST[len(entry.shape)])
             for name in (entry.name, *entry.aliases):
                 named[name] = tensor
         return named
@@ -216,11 +214,10 @@ class Layout:
         """Every parameter of the model, a line each: covered, or left out and why."""
         rows = [("parameter", "shape", "weights", "in the vector")]
         for entry in self.entries:
-            tied = f", also {', '.join(entry.aliases)}" if entry.aliases else ""
-            note = f"{entry.layer_type} {entry.kind} at {entry.offset:,}{tied}"
+            note = f"{entry.layer_type} {entry.kind} at {entry.offset:,}{_tied_text(entry.aliases)}"
             rows.append((entry.name, _shape_text(entry.shape), f"{entry.size:,}", note))
         for item in self.left_out:
-            note = f"left out: {item.reason}"
+            note = f"left out: {item.reason}{_tied_text(item.aliases)}"
             rows.append((item.name, _shape_text(item.shape), f"{math.prod(item.shape):,}", note))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in rows]
@@ -278,12 +275,21 @@ class _Selection:
         self._used.update(matched)
         return matched[0] if matched else None
 
-    def check_all_used(self, names: Iterable[str]) -> None:
+    def check_all_used(self, owners: Sequence[_Owner]) -> None:
         for selector in (*self._include, *self._exclude):
             if selector not in self._used:
-                near = difflib.get_close_matches(selector, list(names), n=1, cutoff=0.3)
-                hint = f"; the nearest name is {near[0]!r}" if near else ""
-                raise LayoutError(f"{selector!r} matches no parameter of the model{hint}")
+                known = [text for o in owners for text in (o.name, f"type:{type(o.module).__name__}")]
+                near = difflib.get_close_matches(selector, known, n=1, cutoff=0.5)
+                hint = f"the nearest is {near[0]!r}" if near else "print(Layout.of(model).table()) lists them"
+                raise LayoutError(f"{selector!r} matches no parameter of the model: {hint}")
+
+    def nothing_left(self, model: str, left_out: int) -> str:
+        if self._exclude:
+            return f"exclude= leaves nothing of {model} to compress ({left_out} parameters): exclude less"
+        return (
+            f"{model} has no convolution or linear layer to compress: name its parameters in include= "
+            f"({left_out} are left out)"
+        )
 
 
 def _as_text(selector: str | type) -> str:
@@ -393,11 +399,16 @@ def _attention(owner: _Owner, shape: tuple[int, ...]) -> Attention | None:
 
 
 def _is_channels_last(parameter: Tensor) -> bool:
-    return (
-        parameter.dim() == 4
-        and not parameter.is_contiguous()
-        and parameter.is_contiguous(memory_format=torch.channels_last)
-    )
+    """By strides: where an axis has length 1, ``is_contiguous`` is true of both forms."""
+    form = _CHANNELS_LAST.get(parameter.dim())
+    if form is None:
+        return False
+    plain = torch.empty(parameter.shape, device="meta")
+    return parameter.stride() == plain.to(memory_format=form).stride() != plain.stride()
+
+
+def _tied_text(aliases: Sequence[str]) -> str:
+    return f", also {', '.join(aliases)}" if aliases else ""
 
 
 def _shape_text(shape: Sequence[int]) -> str:

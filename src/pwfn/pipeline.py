@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from pwfn.compressed import Compressed
 from pwfn.config import Config
-from pwfn.errors import ConfigError, PwfnError
+from pwfn.errors import ConfigError, WeightError
 from pwfn.metrics import Pool, Summary, summarise
 from pwfn.posterior import FixRecord, GaussianNetwork
 from pwfn.training import (
@@ -62,9 +62,20 @@ class Progress:
     def network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
         """The network as it was after the last finished round, made from the original model."""
         net = GaussianNetwork(model, config)
-        if self.state is not None:
-            net.load_state_dict(self.state)
+        self.restore(net)
         return net
+
+    def restore(self, net: GaussianNetwork) -> None:
+        """Put a network into the state after the last finished round."""
+        if self.state is None:
+            return
+        try:
+            net.load_state_dict(self.state)
+        except RuntimeError as error:
+            raise WeightError(
+                "the progress does not fit the model: it is of another network, or of other "
+                "layout.include and layout.exclude"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -107,35 +118,39 @@ def compress(
         val_loader: where given, every round is scored on it.
         config: ``Config.preset("recommended")`` unless given.
         loss_fn: a function of the model's output and the target.
-        metric: a mean over the batch to report beside the loss; accuracy for cross entropy.
+        metric: a mean over the batch to report beside the loss; accuracy for cross entropy, unless
+            ``distill`` is a function.
         distill: ``True``: the loss is the divergence from the original network's softmax output,
             so that unlabelled data will do; or a function of output and original output.
         device: where to run; the model's own unless given.
         on_round: called after every round with the progress so far.
-        resume: the progress of a run that stopped.
+        resume: the progress of a run that stopped; left as it is.
 
     The same seed on the same machine gives a bit-identical result. Random states are put back as
-    they were. An error in mid-run carries what was reached as ``error.progress``.
+    they were. An error in mid-run, or an interrupt, carries what was reached as ``error.progress``.
 
     >>> data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(2)]
     >>> result = compress(nn.Linear(4, 2), data)
     >>> result.compressed.values().numel()
     10
     """
-    config = config or Config()
+    config = Config() if config is None else config
     if not isinstance(config, Config):
         raise ConfigError(
             f"config is a {type(config).__name__}: allowed is a pwfn.Config, such as "
             'pwfn.Config.preset("paper")'
         )
+    resume = Progress() if resume is None else resume
+    if not isinstance(resume, Progress):
+        raise ConfigError(f"resume is a {type(resume).__name__}: allowed is a pwfn.Progress")
     where = _device(model, device)
     with seeded(config.seed, where):
         run = _Run(model, train_loader, val_loader, config, where, loss_fn, metric, distill)
-        progress = resume or Progress()
+        progress = replace(resume, rounds=list(resume.rounds))
         try:
             return run.whole(progress, on_round)
-        except PwfnError as error:
-            error.progress = progress
+        except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
+            error.progress = progress  # type: ignore[attr-defined]
             raise
 
 
@@ -158,8 +173,9 @@ class _Run:
         self.original = copy.deepcopy(model).to(device).eval()
         self.train = Source("train_loader", train_loader, device)
         self.val = Source("val_loader", val_loader, device) if val_loader is not None else None
-        self.metric = metric or (accuracy if loss_fn is F.cross_entropy else None)
         compare = divergence if distill is True else distill or None
+        classifies = loss_fn is F.cross_entropy and compare in (None, divergence)
+        self.metric = metric or (accuracy if classifies else None)
         self.objective = Objective(loss_fn, self.original if compare else None, compare)
         self.epoch = self.train.steps_per_epoch(config.training)
 
@@ -167,12 +183,12 @@ class _Run:
         schedule, finish = self.config.schedule, self.config.finish
         if progress.state is None:
             progress.before = self.scores(self.original)
-        else:
-            self.net.load_state_dict(progress.state)
+        progress.restore(self.net)
+        reached = progress.rounds[-1].fix.fraction if progress.rounds else 0.0
         batches = self.train.endless()
         total = len(schedule.fractions)
         for number, fraction in enumerate(schedule.fractions, 1):
-            if number <= len(progress.rounds):
+            if fraction <= reached:
                 continue
             epochs = schedule.warmup_epochs if number == 1 else schedule.epochs_per_round
             done = self.round(number, total, fraction, epochs, batches)
@@ -262,13 +278,15 @@ class _Run:
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is None:
         parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-        return next((p.device for p in parameters), torch.device("cpu"))
+        device = next((p.device for p in parameters), torch.device("cpu"))
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is unknown: {error}") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for, but this torch sees no CUDA device")
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"device {str(device)!r} cannot be used: allowed is one that this torch can reach, such as "
+            '"cpu" or "cuda:0"'
+        ) from error
     return chosen
 
 

@@ -23,7 +23,7 @@ from pwfn import ops
 from pwfn.clustering import FixStep, Move, fix_round, relative_moves
 from pwfn.compressed import Compressed
 from pwfn.config import Config, PosteriorConfig, SigmaInit
-from pwfn.errors import LayoutError, WeightError
+from pwfn.errors import ConfigError, LayoutError, WeightError
 from pwfn.layout import Layout, untouched
 
 SIGMA_FLOOR = 2.0**-30
@@ -40,7 +40,8 @@ def initial_sigma(weight: Tensor) -> Tensor:
     ``d = (|mu| - lo)/lo * (hi - |mu|)/hi``, zero at a power of two and largest between, and
     ``sigma = clamp(0.0025 * d / q75, 2^-30, 0.05)`` with q75 the third quartile of d over the
     tensor. Zero counts as a power of two. Where q75 is zero (a sparse tensor, say), it is taken
-    over the positive d; where no d is positive, every sigma is at the floor.
+    over the positive d; where no d is positive, every sigma is at the floor. Sigma is float32
+    for narrower weights, whose own type need not hold 2^-30 or 0.05.
 
     >>> sigma = initial_sigma(torch.tensor([0.5, 0.75, 0.75, 0.0], dtype=torch.float64))
     >>> sigma.tolist() == [2**-30, 0.0025, 0.0025, 2**-30]
@@ -49,7 +50,7 @@ def initial_sigma(weight: Tensor) -> Tensor:
     if not weight.is_floating_point() or not bool(torch.isfinite(weight).all()):
         raise WeightError("initial_sigma needs finite floating-point weights")
     if weight.dtype not in (torch.float32, torch.float64):
-        return initial_sigma(weight.float()).to(weight.dtype)
+        return initial_sigma(weight.float())
     # |mu| = m * 2^e with 1/2 <= m < 1, so lo = 2^(e-1), hi = 2^e and d depends on m alone.
     mantissa = torch.frexp(weight.detach().abs()).mantissa
     d = (2 * mantissa - 1) * (1 - mantissa)
@@ -114,6 +115,8 @@ class GaussianNetwork(nn.Module):
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__()
         self.config = config or Config()
+        if not isinstance(self.config, Config):
+            raise ConfigError(f"config is a {type(self.config).__name__}: allowed is a pwfn.Config")
         self.layout = Layout.of(model, self.config.layout.include, self.config.layout.exclude)
         self.records: list[FixRecord] = []
         self._noise: bool | None = None
@@ -121,12 +124,13 @@ class GaussianNetwork(nn.Module):
         mu = self.layout.gather(model)
         _check_finite(mu, self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
+        self._places = _places(self.model, self.layout)
         self.free_mu = nn.Parameter(mu)
         self.free_sigma = nn.Parameter(_starting_sigma(mu, self.layout, self.config.posterior))
         self.register_buffer("fixed", torch.zeros_like(mu, dtype=torch.bool))
         self.register_buffer("fixed_mu", torch.zeros_like(mu))
         self.register_buffer("fixed_sigma", torch.zeros_like(mu))
-        self.train(model.training)
+        self.training = model.training  # not train(): the copy's layers keep their own modes
 
     @property
     def mu(self) -> Tensor:
@@ -136,13 +140,16 @@ class GaussianNetwork(nn.Module):
     @property
     def sigma(self) -> Tensor:
         """The standard deviation of every weight; at least 2^-30 for a free one."""
-        return torch.where(self.fixed, self.fixed_sigma, self.free_sigma.clamp_min(SIGMA_FLOOR))
+        return torch.where(self.fixed, self.fixed_sigma, self._floored())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with sampled weights in training mode, else with the means."""
-        return functional_call(
-            self.model, self.layout.views(self._weights()), args, kwargs, tie_weights=False
-        )
+        # Recorded even where the caller records nothing: torch chooses between matrix products by
+        # whether a weight requires gradients, as a model's own do, and they differ in the last bits.
+        with torch.inference_mode(False), torch.enable_grad():
+            views = self.layout.views(self._weights())
+        weights = {name: views[name] for name in self._places}
+        return functional_call(self.model, weights, args, kwargs, tie_weights=False)
 
     @contextmanager
     def sampling(self, on: bool = True, generator: torch.Generator | None = None) -> Iterator[None]:
@@ -241,7 +248,13 @@ class GaussianNetwork(nn.Module):
             return self.mu
         quiet = self.training and not self.config.posterior.noise_on_fixed
         fixed_sigma = torch.zeros_like(self.fixed_sigma) if quiet else self.fixed_sigma
-        return ops.sample(self.mu, torch.where(self.fixed, fixed_sigma, self.free_sigma), self._generator)
+        free_sigma = self.free_sigma if self.training else self._floored()
+        return ops.sample(self.mu, torch.where(self.fixed, fixed_sigma, free_sigma), self._generator)
+
+    def _floored(self) -> Tensor:
+        # Not clamp_min: autograd would keep free_sigma itself for it, which the next forward
+        # pass in training mode projects in place.
+        return self.free_sigma.masked_fill(self.free_sigma < SIGMA_FLOOR, SIGMA_FLOOR)
 
 
 def _starting_sigma(mu: Tensor, layout: Layout, config: PosteriorConfig) -> Tensor:
@@ -271,6 +284,16 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
             layer, _, leaf = name.rpartition(".")
             hollow.get_submodule(layer).register_parameter(leaf, None)
     return hollow
+
+
+def _places(model: nn.Module, layout: Layout) -> list[str]:
+    """One name for each place that a weight is put: a module with two names is filled once."""
+    places: dict[tuple[int, str], str] = {}
+    for entry in layout.entries:
+        for name in (entry.name, *entry.aliases):
+            layer, _, leaf = name.rpartition(".")
+            places.setdefault((id(model.get_submodule(layer)), leaf), name)
+    return list(places.values())
 
 
 def _check_finite(vector: Tensor, layout: Layout, what: str) -> None:

@@ -25,7 +25,11 @@ def candidates(max_abs: float, b: int, omega: int) -> Tensor:
     >>> candidates(1.6, b=1, omega=2).tolist()
     [-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5]
     """
-    if not (math.isfinite(max_abs) and max_abs >= 0):
+    try:
+        valid = math.isfinite(max_abs) and max_abs >= 0
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # not a number, or one no float can hold
+        valid = False
+    if not valid:
         raise WeightError(f"max_abs is {max_abs!r}: allowed is a finite number of at least 0")
     if not isinstance(b, int) or not isinstance(omega, int) or b < 0 or omega < 1:
         raise WeightError(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import DataError, DivergedError, PwfnError
@@ -24,7 +24,15 @@ LossFn = Callable[[Any, Any], Tensor]
 _TARGET_KEYS = ("labels", "label", "target", "targets")
 _CHECK_EVERY = 32  # steps between looks at the loss: each look waits for the device
 # What a model or loss raises on a batch it cannot take; anything else is a fault of its own.
-_BATCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+_BATCH_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,8 @@ class Batch:
     @property
     def size(self) -> int:
         """Number of examples: the length of the first tensor."""
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Tensor) and value.dim() > 0:
-                return value.shape[0]
-        return 1
+        sizes = (x.shape[0] for x in _tensors((self.args, self.kwargs)) if x.dim() > 0)
+        return next(sizes, 1)
 
     def through(self, model: nn.Module, where: str) -> Any:
         """The model's output; a batch it cannot take is the user's to mend, and says so."""
@@ -78,6 +84,16 @@ class Batch:
         )
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
 def _moved(raw: Any, device: torch.device) -> Any:
     if isinstance(raw, Tensor):
         return raw.to(device, non_blocking=True)
@@ -98,28 +114,31 @@ class Source:
 
     def steps_per_epoch(self, config: TrainingConfig) -> int:
         """Batches in an epoch: as configured, or the loader's length."""
+        loader = self._iterable()
         if config.steps_per_epoch is not None:
             return config.steps_per_epoch
-        if not isinstance(self.loader, Sized):
+        if not isinstance(loader, Sized):
             raise DataError(
                 f"{self.name} has no length: set training.steps_per_epoch to the number of its batches"
             )
         try:
-            length = len(self.loader)
-        except TypeError as error:  # a DataLoader over a data set without a length
+            length = len(loader)
+        except Exception as error:  # a DataLoader over a data set without a length, say
             raise DataError(
-                f"{self.name} has no length ({error}): set training.steps_per_epoch to the number "
-                "of its batches"
-            ) from None
+                f"{self.name} has no length ({_cause(error)}): set training.steps_per_epoch to the "
+                "number of its batches"
+            ) from error
         if length == 0:
             raise DataError(f"{self.name} is empty: it has no batch to train or test on")
         return length
 
     def batches(self) -> Iterator[Batch]:
         """One pass."""
-        iterator = iter(self._start())
+        loader = self._iterable()
+        iterator: Iterator[Any] | None = None
         for number in itertools.count(1):
             try:
+                iterator = iter(loader) if iterator is None else iterator
                 raw = next(iterator)
             except StopIteration:
                 return
@@ -140,7 +159,7 @@ class Source:
                 why = "is empty" if epoch == 1 else f"gave nothing in pass {epoch}: it can be read only once"
                 raise DataError(f"{self.name} {why}; pass a loader that can be iterated again and again")
 
-    def _start(self) -> Iterable[Any]:
+    def _iterable(self) -> Iterable[Any]:
         if not isinstance(self.loader, Iterable):
             raise DataError(
                 f"{self.name} is a {type(self.loader).__name__}: allowed is an iterable of batches"
@@ -178,7 +197,7 @@ class Objective:
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
-        return loss
+        return loss.reshape(())
 
 
 def _cause(error: Exception) -> str:
@@ -221,17 +240,19 @@ def fit(
     for step in range(steps):
         batch = next(batches)
         optimizer.zero_grad(set_to_none=True)
+        here = f"{where}, step {step + 1}"
         with _autocast(device, config.precision):
-            loss = objective(net, batch, f"{where}, step {step + 1}")
-        _backward(loss, where)
-        if config.clip_norm is not None:
-            nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], config.clip_norm)
+            loss = objective(net, batch, here)
+        _backward(loss, here)
+        limit = math.inf if config.clip_norm is None else config.clip_norm
+        norm = nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], limit)
         if net.config.posterior.alpha > 0 and any(p is net.free_sigma for p in trained):
             net.penalty().backward()
         optimizer.step()
         total += loss.detach()
-        # NaN and infinity stay in the running total, so one look now and then finds them all.
-        first_bad = torch.where((first_bad < 0) & ~torch.isfinite(total), step, first_bad)
+        # The first bad step is noted on the device, so that one look now and then will do.
+        bad = ~torch.isfinite(loss.detach() + norm)
+        first_bad = torch.where((first_bad < 0) & bad, step, first_bad)
         if step % _CHECK_EVERY == _CHECK_EVERY - 1 or step == steps - 1:
             _check_loss(int(first_bad), steps, where)
     return float(total) / max(steps, 1)
@@ -240,14 +261,17 @@ def fit(
 def _backward(loss: Tensor, where: str) -> None:
     if not loss.requires_grad:
         raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
-    loss.backward()
+    try:
+        loss.backward()
+    except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
+        raise DataError(f"{where}: the loss has no gradient: {_cause(error)}") from error
 
 
 def _check_loss(first_bad: int, steps: int, where: str) -> None:
     if first_bad >= 0:
         raise DivergedError(
-            f"{where}: the loss is no longer finite at step {first_bad + 1} of {steps}: lower "
-            "training.learning_rate, or look for NaN in the data"
+            f"{where}: the loss or its gradient is no longer finite at step {first_bad + 1} of {steps}: "
+            "lower training.learning_rate, or look for NaN in the data"
         )
 
 
@@ -261,12 +285,20 @@ class Scores:
 
 
 def accuracy(output: Any, target: Any) -> Tensor:
-    """Share of examples whose largest output, along axis 1, is the target's class.
+    """Share of targets whose class has the largest output along axis 1.
+
+    As for cross entropy, a target may also be the classes' probabilities (the largest counts),
+    and class -100 is left out.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
     0.5
     """
-    return (output.argmax(1) == target).float().mean()
+    predicted = output.argmax(1)
+    if target.is_floating_point() and target.shape == output.shape:
+        target = target.argmax(1)
+    if target.shape != predicted.shape:
+        raise ValueError(f"{tuple(predicted.shape)} predictions for {tuple(target.shape)} targets")
+    return (predicted == target).sum().double() / (target != -100).sum()
 
 
 @torch.no_grad()
@@ -278,26 +310,47 @@ def evaluate(
     precision: Precision = Precision.FP32,
 ) -> Scores:
     """Loss and metric of a model in evaluation mode; its mode is put back afterwards."""
-    was_training = model.training
-    model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=source.device)
     examples = scored = 0
-    try:
+    with _evaluating(model):
         for number, batch in enumerate(source.batches(), 1):
             where = f"{source.name}, batch {number}"
             with _autocast(source.device, precision):
                 output = batch.through(model, where)
                 totals[0] += objective.of_output(output, batch, where).double() * batch.size
                 if metric is not None and batch.target is not None:
-                    totals[1] += metric(output, batch.target).double() * batch.size
+                    totals[1] += _score(metric, output, batch.target, where) * batch.size
                     scored += batch.size
             examples += batch.size
-    finally:
-        model.train(was_training)
     if examples == 0:
-        raise DataError(f"{source.name} is empty: it has no batch to train or test on")
+        raise DataError(
+            f"{source.name} gave no batch: it is empty, or can be read only once; pass a loader that "
+            "can be iterated again and again"
+        )
     loss, score = totals.tolist()
     return Scores(loss / examples, score / scored if scored else None, examples)
+
+
+def _score(metric: LossFn, output: Any, target: Any, where: str) -> Tensor:
+    try:
+        return torch.as_tensor(metric(output, target)).double().reshape(())
+    except _BATCH_ERRORS as error:
+        raise DataError(
+            f"{where}: the metric cannot take the output and the target, or is not a single number: "
+            f"{_cause(error)}"
+        ) from error
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is in evaluation mode; then every module has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @torch.no_grad()
@@ -305,27 +358,30 @@ def reestimate_batchnorm(net: GaussianNetwork, batches: Iterator[Batch], steps: 
     """Gather running statistics again at the point estimate, as plain means over the batches.
 
     Statistics gathered under noise do not fit the network without it. Returns how many layers
-    were done; the rest of the network is in evaluation mode meanwhile.
+    were done; the rest of the network is in evaluation mode meanwhile. A layer that no batch
+    comes through keeps its statistics.
     """
-    layers = [m for m in net.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+    layers = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not layers:
         return 0
-    was_training = net.training
-    momenta = [layer.momentum for layer in layers]
-    net.eval()
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None  # cumulative mean
-        layer.train()
-    try:
-        with net.sampling(False):
+    before = [(layer.momentum, {k: v.clone() for k, v in layer.named_buffers()}) for layer in layers]
+    done = 0
+    with _evaluating(net), net.sampling(False):
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # cumulative mean
+            layer.train()
+        try:
             for _ in range(max(steps, 1)):
                 next(batches).through(net, where)
-    finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
-        net.train(was_training)
-    return len(layers)
+        finally:
+            for layer, (momentum, statistics) in zip(layers, before, strict=True):
+                layer.momentum = momentum
+                if layer.num_batches_tracked == 0:
+                    layer.load_state_dict(statistics, strict=False)
+                else:
+                    done += 1
+    return done
 
 
 def steps_in(epochs: float, steps_per_epoch: int) -> int:
@@ -343,7 +399,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
     Afterwards every state is as it was, so that a run does not disturb its caller.
     """
-    cuda = [device] if device.type == "cuda" else []
+    # torch.manual_seed reaches every CUDA device, so that all of them have a state to put back.
+    uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
+    cuda = range(torch.cuda.device_count()) if uses_cuda else ()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cudnn = torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark

@@ -1,0 +1,405 @@
+"""``Compressed`` to and from a .pwfn file. The specification is ``docs/format.md``.
+
+save(compressed, "net.pwfn")
+compressed = load("net.pwfn")
+Reader("net.pwfn").tensor("conv1.weight")     # one tensor, without decoding the others
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pwfn import codec, sigmacodec
+from pwfn.codec import Table
+from pwfn.compressed import Compressed, index_dtype
+from pwfn.errors import FileError
+from pwfn.fileheader import Header, Posterior, Section, Stored, Stream
+from pwfn.storage import replacing
+
+MAGIC = b"\x89PWFN\r\n\x1a"
+VERSION = 1
+HEADER_LIMIT = 2**24
+WRITER = "pwfn"
+
+_PREFIX = struct.Struct("<8sHHIII")  # magic, version, flags, header bytes, once decompressed, CRC-32
+_SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
+_FREE_WEIGHTS = 2**20
+_WEIGHTS_PER_BYTE = 64
+
+
+def save(compressed: Compressed, path: str | Path, *, posterior: Posterior | str = Posterior.CENTRE) -> int:
+    """Write a file, whole or not at all, and return its size in bytes.
+
+    ``posterior``: ``centre`` (one sigma per codebook value), ``weight`` (exact) or ``none``. The
+    file is written beside its target and renamed, so that an error leaves what was there.
+    """
+    path = Path(path)
+    try:
+        kind = Posterior(posterior)
+    except ValueError:
+        raise FileError(f"posterior is {posterior!r}: allowed is one of {', '.join(Posterior)}") from None
+    with _naming(path):
+        blob = dumps(compressed, kind)
+    with replacing(path) as temporary:
+        temporary.write_bytes(blob)
+    return len(blob)
+
+
+def load(path: str | Path) -> Compressed:
+    """Read a file: weights, buffers and posterior as they were saved, bit for bit.
+
+    Nothing in the file is run, and every size in it is checked before memory is taken.
+    """
+    return Reader(path).compressed()
+
+
+def dumps(compressed: Compressed, posterior: Posterior = Posterior.CENTRE) -> bytes:
+    """The bytes of a file."""
+    if sys.byteorder != "little":
+        raise FileError("files can be written on little-endian machines only")
+    if posterior is not Posterior.NONE and compressed.sigma is None:
+        raise FileError("there is no posterior to save: pass posterior='none'")
+    if posterior is Posterior.WEIGHT and compressed.weight_sigma is None:
+        raise FileError("sigma is known per centre only: pass posterior='centre'")
+    arrays = [_symbols(compressed.indices[entry.span]) for entry in compressed.layout.entries]
+    shared, own = codec.choose_tables([np.bincount(array) for array in arrays])
+    coded: list[bytes] = []
+    for array, table in zip(arrays, own, strict=True):
+        used = table or shared
+        assert used is not None  # shared is there for whoever has no table of its own
+        coded.append(codec.encode(array, used))
+    tables = ([shared] if shared else []) + [table for table in own if table]
+    blocks = {
+        "codebooks": b"".join(_bytes_of(book) for book in compressed.codebooks),
+        "tables": b"".join(table.to_bytes() for table in tables),
+        "indices": b"".join(coded),
+        "posterior": _posterior_bytes(compressed, posterior),
+        "untouched": _untouched_bytes(compressed.untouched),
+        "padding": b"",
+    }
+    stored = {
+        name: block if name in ("indices", "padding") else _squeezed(block) for name, block in blocks.items()
+    }
+    # The reader refuses more weights than a file of its size may claim; a network that is
+    # smaller still (almost all zeros) is filled up with zero bytes.
+    short = (compressed.layout.size - _FREE_WEIGHTS) // _WEIGHTS_PER_BYTE - sum(map(len, stored.values()))
+    stored["padding"] = blocks["padding"] = bytes(max(short + 1, 0))
+    header = Header(
+        writer=WRITER,
+        layout=compressed.layout,
+        divisions=compressed.divisions,
+        streams=tuple(
+            Stream(len(stream), zlib.crc32(stream), table is not None)
+            for stream, table in zip(coded, own, strict=True)
+        ),
+        codebook_dtype=compressed.codebooks[0].dtype,
+        codebook_sizes=tuple(book.numel() for book in compressed.codebooks),
+        posterior=posterior,
+        untouched=tuple(
+            Stored(name, tuple(tensor.shape), tensor.dtype) for name, tensor in compressed.untouched.items()
+        ),
+        sections=tuple(
+            Section(name, len(stored[name]), len(blocks[name]), zlib.crc32(stored[name]))
+            for name in _SECTIONS
+        ),
+        record=compressed.record,
+    )
+    raw = header.to_json()
+    packed = codec.squeeze(raw)
+    if max(len(raw), len(packed)) > HEADER_LIMIT:
+        raise FileError(f"the header would be {len(raw):,} bytes, 2^24 are allowed: shorten the record")
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(packed), len(raw), zlib.crc32(packed))
+    return b"".join((prefix, packed, *stored.values()))
+
+
+class Sizes(NamedTuple):
+    """Where a file's bytes are; they add up to its size."""
+
+    header: int
+    codebooks: int
+    tables: int
+    indices: int
+    posterior: int
+    untouched: int
+    padding: int
+
+
+class Reader:
+    """A .pwfn file opened: its header is read and checked, the rest is read when asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with _naming(self.path):
+            with self.path.open("rb") as file:
+                self.file_bytes = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                prefix = file.read(_PREFIX.size)
+                raw_size, packed = _header_block(prefix, file, self.file_bytes)
+            self.header = Header.from_json(codec.unsqueeze(packed, raw_size))
+            self._starts = self._checked_starts(_PREFIX.size + len(packed))
+            self._tables_read: list[Table] | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of each part."""
+        parts = {section.name: section.size for section in self.header.sections}
+        return Sizes(self.file_bytes - sum(parts.values()), **parts)
+
+    def own_table_bytes(self) -> list[int]:
+        """For each tensor the bytes of its own frequency table, before compression; 0 for the shared one."""
+        with _naming(self.path):
+            pairs = zip(self.header.streams, self._tables(), strict=True)
+            return [len(table.to_bytes()) if stream.own_table else 0 for stream, table in pairs]
+
+    def codebooks(self) -> tuple[Tensor, ...]:
+        """The codebooks, each ascending."""
+        with _naming(self.path):
+            raw = self._section("codebooks")
+            whole = _tensor(raw, self.header.codebook_dtype, (-1,))
+            if whole.numel() != sum(self.header.codebook_sizes):
+                raise FileError("the codebooks are not as long as the header says")
+            books = whole.split(list(self.header.codebook_sizes))
+            if not bool(torch.isfinite(whole).all()) or any(bool((b.diff() <= 0).any()) for b in books):
+                raise FileError("a codebook is not ascending and finite")
+            return tuple(book.clone() for book in books)
+
+    def indices(self, name: str) -> Tensor:
+        """The indices of one tensor, in its shape."""
+        entry = self.header.layout.entry(name)
+        with _naming(self.path):
+            position = self.header.layout.entries.index(entry)
+            return self._indices(position, self._tables()).view(entry.shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """The values of one tensor; of the coded indices only its own stream is read."""
+        entry = self.header.layout.entry(name)
+        position = self.header.layout.entries.index(entry)
+        alone = Compressed(
+            replace(self.header.layout, entries=(replace(entry, offset=0),), left_out=()),
+            self.codebooks(),
+            (self.header.divisions[position],),
+            self.indices(name).reshape(-1),
+            {},
+        )
+        return alone.dense_state_dict()[entry.name]
+
+    def untouched(self) -> dict[str, Tensor]:
+        """Every tensor that is not compressed."""
+        with _naming(self.path):
+            return _untouched(self._section("untouched"), self.header.untouched)
+
+    def compressed(self) -> Compressed:
+        """Everything."""
+        header = self.header
+        with _naming(self.path):
+            books = self.codebooks()
+            tables = self._tables()
+            indices = torch.empty(header.layout.size, dtype=index_dtype(max(header.codebook_sizes)))
+            for position, entry in enumerate(header.layout.entries):
+                indices[entry.span] = self._indices(position, tables)
+            found = Compressed(
+                header.layout, books, header.divisions, indices, self.untouched(), record=header.record
+            )
+            if any(self._section("padding")):
+                raise FileError("the padding is not zero")
+            return self._with_posterior(found)
+
+    def _checked_starts(self, start: int) -> dict[str, int]:
+        sections = self.header.sections
+        if tuple(section.name for section in sections) != _SECTIONS:
+            raise FileError(f"the sections are not {', '.join(_SECTIONS)}")
+        starts: dict[str, int] = {}
+        for section in sections:
+            starts[section.name] = start
+            start += section.size
+        if start != self.file_bytes:
+            what = "truncated" if start > self.file_bytes else "longer than it should be"
+            raise FileError(
+                f"the file has {self.file_bytes:,} bytes, its header says {start:,}: it is {what}"
+            )
+        if sum(stream.size for stream in self.header.streams) != self._size("indices"):
+            raise FileError("the streams are not as long as their section")
+        weights = self.header.layout.size
+        if weights > _FREE_WEIGHTS + _WEIGHTS_PER_BYTE * self.file_bytes:
+            raise FileError(
+                f"{weights:,} weights in {self.file_bytes:,} bytes are more than a file may claim"
+            )
+        wanted = sum(item.size for item in self.header.untouched)
+        if wanted != self._raw_size("untouched"):
+            raise FileError("the untouched tensors are not as long as their section")
+        return starts
+
+    def _size(self, name: str) -> int:
+        return next(section.size for section in self.header.sections if section.name == name)
+
+    def _raw_size(self, name: str) -> int:
+        return next(section.raw for section in self.header.sections if section.name == name)
+
+    def _section(self, name: str) -> bytes:
+        section = next(section for section in self.header.sections if section.name == name)
+        block = self._read(self._starts[name], section.size, section.crc32, f"section {name!r}")
+        if name == "padding":
+            return block
+        return codec.unsqueeze(block, section.raw) if block else b""
+
+    def _read(self, start: int, size: int, crc32: int, what: str) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(start)
+            block = file.read(size)
+        if len(block) != size:
+            raise FileError(f"{what} is cut off after {len(block):,} of {size:,} bytes")
+        if zlib.crc32(block) != crc32:
+            raise FileError(f"{what} is damaged: its checksum does not match")
+        return block
+
+    def _tables(self) -> list[Table]:
+        """For each tensor the table that it uses, with totals that agree with the shapes."""
+        if self._tables_read is not None:
+            return self._tables_read
+        entries, streams = self.header.layout.entries, self.header.streams
+        largest = max(self.header.codebook_sizes)
+        rest = iter(self._section("tables"))
+        sharing = sum(e.size for e, s in zip(entries, streams, strict=True) if not s.own_table)
+        shared = Table.read(rest, largest) if sharing else None
+        tables = []
+        for entry, stream, division in zip(entries, streams, self.header.divisions, strict=True):
+            alphabet = max(self.header.codebook_sizes[book] for book in division.codebooks)
+            table = Table.read(rest, alphabet) if stream.own_table else shared
+            assert table is not None  # sharing is not zero if any tensor has no own table
+            expected = entry.size if stream.own_table else sharing
+            if table.total != expected:
+                raise FileError(f"{entry.name}: its table counts {table.total:,} weights, not {expected:,}")
+            tables.append(table)
+        if next(rest, None) is not None:
+            raise FileError("bytes are left over after the frequency tables")
+        self._tables_read = tables
+        return tables
+
+    def _indices(self, position: int, tables: Sequence[Table]) -> Tensor:
+        entry, stream = self.header.layout.entries[position], self.header.streams[position]
+        start = self._starts["indices"] + sum(s.size for s in self.header.streams[:position])
+        block = self._read(start, stream.size, stream.crc32, f"tensor {entry.name!r}")
+        symbols = codec.decode(block, tables[position], entry.size)
+        found = torch.from_numpy(symbols).to(index_dtype(max(self.header.codebook_sizes)))
+        division = self.header.divisions[position]
+        parts = found.view(entry.shape or (1,)).tensor_split(len(division.codebooks), division.axis)
+        for book, part in zip(division.codebooks, parts, strict=True):
+            if int(part.max()) >= self.header.codebook_sizes[book]:
+                raise FileError(f"{entry.name}: an index is beyond its codebook")
+        return found
+
+    def _with_posterior(self, found: Compressed) -> Compressed:
+        kind = self.header.posterior
+        raw = self._section("posterior")
+        if kind is Posterior.CENTRE:
+            sigma = _tensor(raw, found.layout.dtype, (-1,))
+            if sigma.numel() != sum(self.header.codebook_sizes) or not _is_sigma(sigma):
+                raise FileError("the posterior does not fit the codebooks")
+            books = tuple(part.clone() for part in sigma.split(list(self.header.codebook_sizes)))
+            return replace(found, centre_sigma=books)
+        if kind is Posterior.WEIGHT:
+            return replace(found, weight_sigma=sigmacodec.decode(found, raw))
+        if raw:
+            raise FileError("there are bytes of a posterior where the header says there is none")
+        return found
+
+
+def _header_block(prefix: bytes, file: BinaryIO, file_bytes: int) -> tuple[int, bytes]:
+    if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
+        raise FileError("this is not a .pwfn file")
+    _, version, flags, size, raw_size, crc32 = _PREFIX.unpack(prefix)
+    if version != VERSION or flags != 0:
+        raise FileError(
+            f"version {version} (flags {flags}) is not known here, only {VERSION}: use a newer pwfn"
+        )
+    if max(size, raw_size) > HEADER_LIMIT or size > file_bytes - _PREFIX.size:
+        raise FileError(f"the header claims {size:,} bytes, more than the file has or than is allowed")
+    packed = file.read(size)
+    if len(packed) != size or zlib.crc32(packed) != crc32:
+        raise FileError("the header is damaged: its checksum does not match")
+    return raw_size, packed
+
+
+def _posterior_bytes(compressed: Compressed, kind: Posterior) -> bytes:
+    if kind is Posterior.NONE:
+        return b""
+    if kind is Posterior.WEIGHT:
+        return sigmacodec.encode(compressed)
+    sigmas = compressed.centre_sigmas()
+    assert sigmas is not None  # checked before
+    return b"".join(_bytes_of(sigma) for sigma in sigmas)
+
+
+def _untouched_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """By width of the numbers, ascending; of each width all tensors in order, bytes shuffled."""
+    widths = sorted({tensor.dtype.itemsize for tensor in tensors.values()})
+    return b"".join(
+        codec.shuffled(b"".join(_bytes_of(t) for t in tensors.values() if t.dtype.itemsize == width), width)
+        for width in widths
+    )
+
+
+def _untouched(raw: bytes, wanted: Sequence[Stored]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    start = 0
+    for width in sorted({item.dtype.itemsize for item in wanted}):
+        group = [item for item in wanted if item.dtype.itemsize == width]
+        stop = start + sum(item.size for item in group)
+        plain, place = codec.unshuffled(raw[start:stop], width), 0
+        for item in group:
+            found[item.name] = _tensor(plain[place : place + item.size], item.dtype, item.shape)
+            place += item.size
+        start = stop
+    return {item.name: found[item.name] for item in wanted}
+
+
+def _squeezed(block: bytes) -> bytes:
+    return codec.squeeze(block) if block else b""
+
+
+def _symbols(indices: Tensor) -> codec.Integers:
+    array: codec.Integers = indices.numpy()
+    return array
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if len(raw) % dtype.itemsize:
+        raise FileError(f"{len(raw)} bytes are not whole numbers of type {dtype}")
+    # A copy: frombuffer would share memory that cannot be written.
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    if dtype is torch.bool and bool((flat.view(torch.uint8) > 1).any()):
+        raise FileError("a boolean is neither 0 nor 1")
+    return flat.view(shape)
+
+
+def _is_sigma(sigma: Tensor) -> bool:
+    return bool((torch.isfinite(sigma) & (sigma >= 0)).all())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Puts the file's name before every error, and turns the system's into ours."""
+    try:
+        yield
+    except FileError as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise FileError(f"{path}: {error}") from error.__cause__
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}") from error

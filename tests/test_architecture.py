@@ -1,0 +1,159 @@
+"""The shape of the house: imports point one way, and importing pwfn stays light."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pwfn
+
+ROOT = Path(pwfn.__file__).parent
+
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("config",),
+    ("layout",),
+    ("pow2",),
+    ("ops",),
+    ("clustering",),
+    ("compressed",),
+    ("storage", "codec"),
+    ("fileheader", "sigmacodec"),
+    ("fileformat",),
+    ("export",),
+    ("posterior",),
+    ("metrics",),
+    ("inspection",),
+    ("training",),
+    ("pipeline",),
+    ("models", "data"),
+    ("demo",),
+    ("cli",),
+)
+"""A module may import those in the rows above its own, and no others."""
+
+RANK: dict[str, float] = {name: rank for rank, names in enumerate(ORDER) for name in names}
+RANK |= {"": RANK["demo"] - 0.5, "__main__": len(ORDER)}  # the package itself has all but demo and commands
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    """The top-level module or sub-package that a file belongs to; '' for the package itself."""
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imports(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every import of a file, at any depth of indentation: the module and the names taken from it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: imports are absolute"
+            yield node.module or "", tuple(alias.name for alias in node.names)
+
+
+def rooms_imported(path: Path) -> Iterator[str]:
+    for module, names in imports(path):
+        if module == "pwfn":
+            yield from (name if name in RANK else "" for name in names)
+        elif module.startswith("pwfn."):
+            yield module.split(".")[1]
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    rooms = {room(path) for path in FILES}
+    assert rooms <= set(RANK)
+    assert {"errors", "config", "layout", "ops", "posterior", "pipeline", "cli", "", "__main__"} <= rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_up_the_order_only(path: Path) -> None:
+    own = room(path)
+    for other in rooms_imported(path):
+        if other != own:
+            assert RANK[other] < RANK[own], f"{own or 'pwfn'} imports {other or 'pwfn'}"
+
+
+def test_the_reader_of_imports_sees_all_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text(
+        "import pwfn.cli\nfrom pwfn import pow2, __version__\n"
+        "def f():\n    from pwfn.training import fit\n    import timm.models\n"
+    )
+    assert list(rooms_imported(file)) == ["cli", "pow2", "", "training"]
+    assert [module for module, _ in imports(file)] == ["pwfn.cli", "pwfn", "pwfn.training", "timm.models"]
+
+
+def test_no_room_for_odds_and_ends() -> None:
+    assert not {path.stem for path in FILES} & {"utils", "helpers", "common", "base", "manager", "misc"}
+
+
+@pytest.mark.parametrize(("package", "allowed"), [("timm", {"models"}), ("torchvision", {"models", "data"})])
+def test_only_the_models_and_data_know_other_peoples_networks(package: str, allowed: set[str]) -> None:
+    users = {room(path) for path in FILES for module, _ in imports(path) if module.split(".")[0] == package}
+    assert users <= allowed
+
+
+def test_importing_pwfn_imports_no_heavy_or_optional_package() -> None:
+    heavy = ["timm", "torchvision", "sklearn", "typer", "rich", "transformers", "tomli_w", "matplotlib"]
+    program = f"import pwfn, sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_exists_once_and_in_order() -> None:
+    assert len(set(pwfn.__all__)) == len(pwfn.__all__)
+    for name in pwfn.__all__:
+        assert hasattr(pwfn, name), name
+    fixed = {"fix_round", "candidates", "initial_sigma", "GaussianNetwork", "compress", "Config", "PwfnError"}
+    assert fixed <= set(pwfn.__all__)
+
+
+def test_every_public_class_function_and_method_has_a_docstring_of_its_own() -> None:
+    checked = 0
+    for name in pwfn.__all__:
+        thing = getattr(pwfn, name)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+            continue
+        documented = {name: thing}
+        if inspect.isclass(thing):
+            members = {
+                f"{name}.{key}": value for key, value in vars(thing).items() if not key.startswith("_")
+            }
+            documented |= {key: value for key, value in members.items() if callable(value) or _wraps(value)}
+        for key, value in documented.items():
+            text = inspect.cleandoc(value.__doc__ or "")
+            # dataclass and NamedTuple write "Name(fields)" where there is no docstring.
+            assert text, key
+            assert not text.startswith(f"{name}("), key
+            checked += 1
+    assert checked > len(pwfn.__all__)
+
+
+def _wraps(value: object) -> bool:
+    return isinstance(value, (property, classmethod, staticmethod))
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for info in pkgutil.walk_packages([str(ROOT)], "pwfn."):
+        if info.name != "pwfn.__main__":  # which runs the command
+            assert importlib.import_module(info.name).__doc__, info.name
+
+
+def test_every_error_is_a_pwfn_error() -> None:
+    raised = [
+        value for value in vars(pwfn).values() if inspect.isclass(value) and issubclass(value, Exception)
+    ]
+    assert len(raised) >= 6
+    assert all(issubclass(error, pwfn.PwfnError) for error in raised)

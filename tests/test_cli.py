@@ -1,0 +1,269 @@
+"""The command line: two names for one command, mistakes in one sentence, and the demo's facts."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pwfn
+from pwfn import Config, cli, data, demo
+from pwfn.errors import PwfnError
+
+WEIGHTS = 9 * (1 * 16 + 2 * 16 * 16 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 64 * 10 + 10
+"""Seven 3×3 convolutions without biases, and the linear layer with its bias."""
+
+SCRIPT = [str(Path(sys.executable).with_name("pwfn"))]
+MODULE = [sys.executable, "-m", "pwfn"]
+
+
+def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=300, env=environment
+    )
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The command in this process, which is quicker."""
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["anything", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return called
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_the_script_and_the_module_are_the_same_command(argument: str) -> None:
+    script, module = run(SCRIPT, argument), run(MODULE, argument)
+    assert script.returncode == module.returncode == 0
+    assert script.stdout == module.stdout != ""
+    assert script.stderr == module.stderr == ""
+    if argument == "--version":
+        assert script.stdout == f"pwfn {pwfn.__version__}\n"
+    else:
+        assert "Usage: pwfn " in script.stdout
+        assert "demo" in script.stdout
+        assert "config" in script.stdout
+
+
+def test_a_mistake_in_a_file_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[clustering]\nrule = 'closest'\n")
+    for command in (SCRIPT, MODULE):
+        done = run(command, "config", str(path))
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr == (
+            f'pwfn: {path}: clustering.rule is \'closest\': allowed is one of "mean", "each", "nearest"\n'
+        )
+
+
+@pytest.mark.parametrize("preset", ["paper", "recommended"])
+def test_a_preset_is_printed_as_toml_that_reads_back(call: Any, preset: str) -> None:
+    status, out, err = call("config", "--preset", preset)
+    assert (status, err) == (0, "")
+    assert out == Config.preset(preset).to_toml()
+    assert Config.from_toml(out) == Config.preset(preset)
+
+
+def test_no_preset_means_recommended(call: Any) -> None:
+    assert call("config")[1] == Config.preset("recommended").to_toml()
+
+
+def test_settings_as_json(call: Any) -> None:
+    status, out, _ = call("config", "--preset", "paper", "--json")
+    assert status == 0
+    assert out.count("\n") == 1
+    assert json.loads(out) == Config.preset("paper").to_dict()
+    assert Config().override(json.loads(out)) == Config.preset("paper")
+
+
+def test_a_file_is_checked_and_printed_whole(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('preset = "paper"\nseed = 5\n[clustering]\nb = 8\n')
+    status, out, err = call("config", str(path))
+    assert (status, err) == (0, "")
+    expected = Config.preset("paper").override({"seed": 5, "clustering.b": 8})
+    assert out == expected.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[clustering\n", "not valid TOML"),
+        ("[clustering]\nbb = 7\n", "setting 'clustering.bb' is unknown"),
+        ("seed = -1\n", "seed is -1: allowed is"),
+        ('preset = "papers"\n', "did you mean 'paper'?"),
+    ],
+)
+def test_a_bad_file_ends_in_one_sentence_and_status_2(
+    call: Any, tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    status, out, err = call("config", str(path))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"pwfn: {path}: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("config", "missing.toml"), "pwfn: missing.toml: cannot read the settings"),
+        (("config", "--preset", "papr"), "pwfn: preset 'papr' is unknown: did you mean 'paper'?"),
+        (("demo", "--preset", "papr"), "pwfn: preset 'papr' is unknown: did you mean 'paper'?"),
+        (("demo", "--seed", str(2**63)), f"pwfn: seed is {2**63}: allowed is a whole number"),
+    ],
+)
+def test_a_mistake_in_the_arguments_ends_in_one_sentence_and_status_2(
+    call: Any, arguments: tuple[str, ...], words: str
+) -> None:
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(words)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("compres",), ("demo", "--seed", "-1"), ("demo", "--seed", "x"), ("--nonsense",)]
+)
+def test_arguments_that_do_not_parse_end_in_status_2(call: Any, arguments: tuple[str, ...]) -> None:
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert "Traceback" not in err
+    assert "Usage: pwfn" in err
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Config, "load", fail)
+    monkeypatch.setattr(sys, "argv", ["pwfn", "config", "some.toml"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_commands_are_thin() -> None:
+    """Under ten lines each, signature and docstring aside."""
+    tree = ast.parse(inspect.getsource(cli))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert {"demo", "config", "main"} <= {function.name for function in functions}
+    for function in functions:
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+        assert lines < 10, function.name
+
+
+# The demo
+
+
+def test_the_demo_fixes_all_weights_in_ten_rounds_and_keeps_its_accuracy() -> None:
+    done = run(MODULE, "demo", "--json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.count("\n") == 1
+    facts = json.loads(done.stdout)
+    assert facts["weights"] == WEIGHTS == 74_522
+    assert facts["before"]["examples"] == facts["after"]["examples"] == 450
+    assert facts["before"]["metric"] >= 0.95
+    assert facts["after"]["metric"] >= 0.95
+    rounds = facts["rounds"]
+    assert [one["fraction"] for one in rounds] == list(pwfn.PAPER_FRACTIONS)
+    assert [one["fixed"] for one in rounds] == [
+        math.ceil(round(WEIGHTS * fraction, 6)) for fraction in pwfn.PAPER_FRACTIONS
+    ]
+    assert rounds[-1]["fixed"] == facts["weights"]
+    assert all(one["weights"] == one["fixed"] for one in rounds)
+    assert all(math.isfinite(one["loss"]) and 0 <= one["metric"] <= 1 for one in rounds)
+    assert {name: rounds[-1][name] for name in ("unique", "entropy_bits", "power_of_two_share")} == {
+        name: facts[name] for name in ("unique", "entropy_bits", "power_of_two_share")
+    }
+    assert 2 <= facts["unique"] <= 128
+    assert 0 < facts["entropy_bits"] <= math.log2(facts["unique"])
+    assert sum(one["seconds"] for one in rounds) < 120
+
+
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo on a tenth of its data with a single epoch: what it prints, not what it reaches."""
+    train, test = data.digits()
+    small = data.Split(
+        data.TensorLoader(train.images[:128], train.targets[:128], 32, shuffle=True),
+        data.TensorLoader(test.images[:50], test.targets[:50], 50),
+    )
+    monkeypatch.setattr(data, "digits", lambda: small)
+    monkeypatch.setattr(demo, "_PRETRAINING_EPOCHS", 1)
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_the_demo_prints_a_line_a_round_and_what_became_of_the_weights() -> None:
+    lines: list[str] = []
+    config = demo.settings("recommended", 0).override({"schedule.epochs_per_round": 0.25})
+    result = demo.run(config, say=lines.append)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.before.metric is not None
+    assert result.after.metric is not None
+    assert len(lines) == 2 + 10 + 2
+    assert "128 images of digits" in lines[0]
+    assert lines[1].split()[:2] == ["round", "fixed"]
+    assert {len(line) for line in lines[1:12]} == {len(lines[1])}  # columns stand under one another
+    for line, done in zip(lines[2:12], result.rounds, strict=True):
+        number, fixed, loss, accuracy, bits, unique, powers = line.split()
+        assert int(number) == done.number
+        assert float(fixed.rstrip("%")) == pytest.approx(100 * done.fix.fraction)
+        assert done.loss is not None
+        assert done.scores is not None
+        assert done.scores.metric is not None
+        assert loss == f"{done.loss:.4f}"
+        assert accuracy == f"{done.scores.metric:.2%}"
+        assert bits == f"{done.fixed.entropy_bits:.3f}"
+        assert int(unique) == done.fixed.unique
+        assert powers == f"{done.fixed.power_of_two_share:.1%}"
+    assert f"{result.before.metric:.2%} before, {result.after.metric:.2%} after" in lines[12]
+    whole = result.summary.whole
+    assert f"{WEIGHTS:,} weights now take {whole.unique} values, {whole.entropy_bits:.3f} bits" in lines[13]
+    facts = demo.facts(result)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["before"]["metric"] == result.before.metric
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_the_demos_network_depends_on_the_seed_alone() -> None:
+    train, _ = data.digits()
+    states = []
+    for seed, disturbance in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(disturbance)
+        before = torch.get_rng_state()
+        model = demo.pretrained(train, seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert not model.training
+        states.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_the_demos_settings_are_a_preset_with_a_faster_sigma() -> None:
+    for preset in ("paper", "recommended"):
+        expected = Config.preset(preset).override({"seed": 3, "training.sigma_learning_rate": 0.01})
+        assert demo.settings(preset, 3) == expected
+    with pytest.raises(PwfnError):
+        demo.settings("nothing", 0)
