@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -127,10 +127,18 @@ def test_codebook_by_hand() -> None:
     result = of(torch.tensor([0.5, -0.25, 0.5, 0.0, -0.0]))
     assert result.codebook.tolist() == [-0.25, 0.0, 0.5]
     assert result.indices.tolist() == [2, 0, 2, 1, 1]
-    assert not torch.signbit(result.codebook[1])
     assert result.values().tolist() == [0.5, -0.25, 0.5, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("numbers", [[-0.0], [-0.0, 0.0], [0.0, -0.0], [-0.0, 1.0, -0.0]])
+def test_zero_has_no_sign(numbers: list[float]) -> None:
+    result = of(torch.tensor(numbers))
+    assert int((result.codebook == 0).sum()) == 1
+    assert not torch.signbit(result.codebook).any()
+    assert not torch.signbit(result.values()).any()
+
+
+@settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=60))
 def test_codebook_and_indices_are_the_values(numbers: list[float]) -> None:
     values = torch.tensor(numbers)

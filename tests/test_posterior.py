@@ -82,12 +82,14 @@ def test_initial_sigma_is_the_formula(size: int, dtype: torch.dtype) -> None:
     assert_is_oracle(weight * 1e-20)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=40))
 def test_initial_sigma_is_the_formula_for_any_numbers(numbers: list[float]) -> None:
     assert_is_oracle(torch.tensor(numbers, dtype=torch.float64))
     assert_is_oracle(torch.tensor(numbers, dtype=torch.float32))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.just(0.0) | st.floats(1e-100, 1e100) | st.floats(-1e100, -1e-100), min_size=1, max_size=30),
     st.integers(-500, 500),
