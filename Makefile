@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test lint check clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/pwfn demo
+	$(BIN)/pwfn demo --out demo
 
 test: $(VENV)/test.stamp lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

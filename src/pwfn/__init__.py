@@ -11,16 +11,17 @@ from pwfn.errors import (
     ConfigError,
     DataError,
     DivergedError,
+    FileError,
     LayoutError,
     PwfnError,
     WeightError,
 )
+from pwfn.fileformat import load
 from pwfn.layout import Layout
 from pwfn.pipeline import Progress, Result, Round, compress
 from pwfn.posterior import FixRecord, GaussianNetwork, initial_sigma
 from pwfn.pow2 import candidates
-
-__version__ = "0.1.0"
+from pwfn.version import __version__
 
 __all__ = [
     "PAPER_FRACTIONS",
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DivergedError",
+    "FileError",
     "FixRecord",
     "FixResult",
     "FixStep",
@@ -41,8 +43,10 @@ __all__ = [
     "Result",
     "Round",
     "WeightError",
+    "__version__",
     "candidates",
     "compress",
     "fix_round",
     "initial_sigma",
+    "load",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +20,21 @@ app = typer.Typer(
     help="Neural networks whose millions of weights take only a handful of values.",
 )
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
 Preset = Annotated[str, typer.Option(help="Settings to start from: recommended or paper.")]
+
+
+class Target(StrEnum):
+    """What can be exported."""
+
+    ONNX = "onnx"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+def _nothing(line: str) -> None:
+    """Say nothing."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -40,12 +56,13 @@ def top(
 def demo(
     preset: Preset = "recommended",
     seed: Annotated[int, typer.Option(help="Seed of all random states.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end only.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write model.pwfn to.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train a small network on bundled digits and fix its weights in ten rounds (no download)."""
     from pwfn import demo as job
 
-    result = job.run(job.settings(preset, seed), say=(lambda line: None) if as_json else typer.echo)
+    result = job.run(job.settings(preset, seed), say=_nothing if as_json else typer.echo, out=out)
     if as_json:
         typer.echo(json.dumps(job.facts(result)))
 
@@ -53,14 +70,57 @@ def demo(
 @app.command()
 def config(
     file: Annotated[
-        str | None, typer.Argument(help="A TOML file to check; its settings are printed whole.")
+        Path | None, typer.Argument(help="A TOML file to check; its settings are printed whole.")
     ] = None,
-    preset: Preset = "recommended",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
+    preset: Annotated[
+        str | None, typer.Option(help="Without a file: recommended (the default) or paper.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print a preset as commented TOML, or check a file and print it whole."""
-    settings = Config.load(file) if file else Config.preset(preset)
+    if file and preset:
+        raise PwfnError("give a file or --preset, not both: a file names its own preset")
+    settings = Config.load(file) if file else Config.preset(preset or "recommended")
     typer.echo(json.dumps(settings.to_dict()) if as_json else settings.to_toml(), nl=as_json)
+
+
+@app.command()
+def inspect(
+    file: File,
+    zstd: Annotated[bool, typer.Option(help="Also compress the dense weights with zstd -19 (slow).")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a .pwfn file holds, where its bytes are, and what the same weights cost elsewhere."""
+    from pwfn import inspection
+
+    facts = inspection.inspect(file, zstd=zstd)
+    typer.echo(json.dumps(facts.to_dict()) if as_json else "\n".join(inspection.lines(facts)))
+
+
+@app.command()
+def export(
+    file: File,
+    to: Annotated[Target, typer.Option(help="What to write.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; FILE with another ending unless given.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of dense weights: fp32, bf16 or fp16.")] = "fp32",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="For ONNX: a name known to timm or pwfn, or python:FILE:FUNCTION; else the file's own."
+        ),
+    ] = None,
+    input_shape: Annotated[
+        str | None, typer.Option(help="For ONNX: shape of one input, as in 3,224,224.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what other programs read: ONNX with palettes, dense safetensors, or a torch state dict."""
+    from pwfn import export as job
+
+    facts = job.from_file(file, to, out, dtype=dtype, model=model, input_shape=input_shape)
+    typer.echo(json.dumps(facts) if as_json else facts["sentence"])
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,6 +135,19 @@ class Compressed:
             raise LayoutError("the model does not match: " + "; ".join(differing[:10]) + more)
         model.load_state_dict({**whole, **state})
         return model
+
+    def save(
+        self, path: str | Path, *, posterior: str = "centre", record: Mapping[str, Any] | None = None
+    ) -> int:
+        """Write a .pwfn file and return its size in bytes; see :func:`pwfn.fileformat.save`.
+
+        ``record`` is added to the facts of the run that the file keeps.
+        """
+        # Here and not above: the file format stands on this value, not this value on it.
+        from pwfn import fileformat
+
+        whole = replace(self, record={**self.record, **(record or {})})
+        return fileformat.save(whole, path, posterior=posterior)
 
     def centre_sigmas(self) -> tuple[Tensor, ...] | None:
         """One sigma for each value of each codebook: the root mean square over its weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.nn import functional as F
 
 from pwfn import data, models
 from pwfn.config import Config
+from pwfn.errors import FileError
+from pwfn.fileformat import load
+from pwfn.inspection import inspect
 from pwfn.pipeline import Progress, Result, Round, compress
 from pwfn.training import seeded
 
@@ -45,8 +49,8 @@ def pretrained(train: data.TensorLoader, seed: int) -> nn.Module:
     return model.eval()
 
 
-def run(config: Config, say: Callable[[str], None] = print) -> Result:
-    """Train, compress and report, a line a round."""
+def run(config: Config, say: Callable[[str], None] = print, out: Path | None = None) -> Result:
+    """Train, compress and report, a line a round; with ``out``, write ``out/model.pwfn`` too."""
     train, test = data.digits()
     model = pretrained(train, config.seed)
     size = sum(p.numel() for p in model.parameters())
@@ -59,7 +63,29 @@ def run(config: Config, say: Callable[[str], None] = print) -> Result:
     result = compress(model, train, test, config, on_round=on_round)
     for line in summary_lines(result):
         say(line)
+    if out is not None:
+        for line in _file_lines(result, out, test):
+            say(line)
     return result
+
+
+def _file_lines(result: Result, out: Path, test: data.TensorLoader) -> list[str]:
+    """Save the network, and say what the file itself holds: its size, and its accuracy when loaded."""
+    path = out / "model.pwfn"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
+    result.save(path, record={"model": "digits_resnet"})
+    model = load(path).apply_to(models.digits_resnet()).eval()
+    with torch.no_grad():
+        right = sum(int((model(images).argmax(1) == targets).sum()) for images, targets in test)
+    facts = inspect(path, zstd=False)
+    return [
+        f"{path}: {facts.file_bytes:,} bytes; loaded from it, {right} of {len(test.targets)} images are right",
+        f"the same network in fp32: {facts.fp32_bytes:,} bytes; in fp16: {facts.fp16_bytes:,}; "
+        f"in int8: {facts.int8_bytes:,}",
+    ]
 
 
 def _row(done: Round) -> str:

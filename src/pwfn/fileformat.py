@@ -27,11 +27,12 @@ from pwfn.compressed import Compressed, index_dtype
 from pwfn.errors import FileError
 from pwfn.fileheader import Header, Posterior, Section, Stored, Stream
 from pwfn.storage import replacing
+from pwfn.version import __version__
 
 MAGIC = b"\x89PWFN\r\n\x1a"
 VERSION = 1
 HEADER_LIMIT = 2**24
-WRITER = "pwfn"
+WRITER = f"pwfn {__version__}"
 
 _PREFIX = struct.Struct("<8sHHIII")  # magic, version, flags, header bytes, once decompressed, CRC-32
 _SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")

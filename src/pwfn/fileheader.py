@@ -111,6 +111,7 @@ class Header:
                 kind=str(entry.kind),
                 aliases=list(entry.aliases) or None,
                 input_axis=entry.input_axis,
+                groups=entry.groups if entry.groups != 1 else None,
                 attention=_attention_json(entry.attention),
                 channels_last=entry.channels_last or None,
                 codebooks=list(division.codebooks) if division.codebooks != (0,) else None,
@@ -225,9 +226,17 @@ def _entry(tensor: _Object, offset: int) -> Entry:
         kind=tensor.choice("kind", Kind),
         aliases=tuple(tensor.texts("aliases")),
         input_axis=tensor.axis("input_axis", shape),
+        groups=_groups(tensor, shape),
         attention=_attention(tensor, shape),
         channels_last=tensor.flag("channels_last"),
     )
+
+
+def _groups(tensor: _Object, shape: tuple[int, ...]) -> int:
+    groups = tensor.number("groups", 1)
+    if groups < 1 or (shape and shape[0] % groups):
+        raise FileError(f"{tensor.where}: {groups} groups do not fit the shape {shape}")
+    return groups
 
 
 def _attention(tensor: _Object, shape: tuple[int, ...]) -> Attention | None:

@@ -53,21 +53,30 @@ class FileFacts:
     fp32_bytes: int  # weights in 4 bytes each, the other tensors as they are
     fp16_bytes: int  # every floating-point number in 2 bytes
     int8_bytes: int  # a byte a weight and a scale a tensor, the other tensors as they are
-    zstd19_bytes: int  # the fp32 bytes compressed by zstd -19
+    zstd19_bytes: int | None  # the fp32 bytes compressed by zstd -19, if that was measured
     tensors: tuple[TensorFacts, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the ratio to each rival."""
-        rivals = ("fp32", "fp16", "int8", "zstd19")
-        ratios = {f"ratio_{name}": getattr(self, f"{name}_bytes") / self.file_bytes for name in rivals}
+        ratios = {f"ratio_{name}": size / self.file_bytes for name, size in self.rivals().items()}
         return {**asdict(self), **ratios}
 
+    def rivals(self) -> dict[str, int]:
+        """Bytes of the same network stored otherwise."""
+        sizes = {
+            "fp32": self.fp32_bytes,
+            "fp16": self.fp16_bytes,
+            "int8": self.int8_bytes,
+            "zstd19": self.zstd19_bytes,
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
 
-def inspect(path: str | Path) -> FileFacts:
+
+def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
     """Decode a file and measure it.
 
-    The rival ``zstd -19`` gets the decoded weights as a plain fp32 file would hold them; that takes
-    a while (about a megabyte a second).
+    The rival ``zstd -19`` gets the decoded weights as a plain fp32 file would hold them. That takes
+    a while for large networks (about a second a megabyte), so that it can be left away.
     """
     reader = Reader(path)
     compressed = reader.compressed()
@@ -100,7 +109,7 @@ def inspect(path: str | Path) -> FileFacts:
         fp32_bytes=4 * pool.weights + raw,
         fp16_bytes=2 * pool.weights + halved,
         int8_bytes=pool.weights + 4 * len(compressed.layout.entries) + raw,
-        zstd19_bytes=_zstd19_bytes(compressed),
+        zstd19_bytes=_zstd19_bytes(compressed) if zstd else None,
         tensors=tuple(_tensor_facts(reader, values)),
     )
 
@@ -154,9 +163,10 @@ def lines(facts: FileFacts) -> list[str]:
     parts = ("header", "codebook", "table", "index", "posterior", "untouched", "padding")
     rows += [f"{part:<24}{getattr(facts, part + '_bytes'):>14,}" for part in parts]
     rows += ["", f"{'the same network as':<24}{'bytes':>14}{'times this file':>18}"]
-    for label, name in (("fp32", "fp32"), ("fp16", "fp16"), ("int8", "int8"), ("fp32 in zstd -19", "zstd19")):
-        size = getattr(facts, f"{name}_bytes")
-        rows.append(f"{label:<24}{size:>14,}{int(100 * size / facts.file_bytes) / 100:>18.2f}")
+    labels = {"zstd19": "fp32 in zstd -19"}
+    for name, size in facts.rivals().items():
+        times = int(100 * size / facts.file_bytes) / 100
+        rows.append(f"{labels.get(name, name):<24}{size:>14,}{times:>18.2f}")
     width = max(len(t.name) for t in facts.tensors)
     rows += [
         "",

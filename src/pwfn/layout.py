@@ -67,6 +67,7 @@ class Entry:
     kind: Kind
     aliases: tuple[str, ...] = ()  # other names of the same (tied) parameter
     input_axis: int | None = None
+    groups: int = 1  # of a convolution: each has its own input channels, and its share of the outputs
     attention: Attention | None = None
     channels_last: bool = False
 
@@ -150,6 +151,7 @@ class Layout:
                     kind=Kind.BIAS if "bias" in owner.leaf else Kind.WEIGHT,
                     aliases=tuple(names),
                     input_axis=_input_axis(owner.module, shape),
+                    groups=owner.module.groups if isinstance(owner.module, _ConvNd) else 1,
                     attention=_attention(owner, shape),
                     channels_last=_is_channels_last(parameter),
                 )

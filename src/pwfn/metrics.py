@@ -106,7 +106,13 @@ def per_input_channel(layout: Layout, values: Tensor, name: str) -> list[Pool]:
     entry = layout.entry(name)
     if entry.input_axis is None:
         return []
-    return [Pool.of(part) for part in _along(entry, values, entry.input_axis)]
+    tensor = values[entry.span].view(entry.shape)
+    if entry.input_axis == 0:  # transposed: the first axis is all input channels, whatever the groups
+        columns = list(tensor.unbind(0))
+    else:
+        by_group = tensor.tensor_split(entry.groups, 0)
+        columns = [column for group in by_group for column in group.unbind(entry.input_axis)]
+    return [Pool.of(column.reshape(-1)) for column in columns]
 
 
 def per_attention_part(layout: Layout, values: Tensor, name: str) -> dict[str, list[Pool]]:
@@ -141,7 +147,3 @@ def _attention_blocks(layout: Layout, values: Tensor, name: str) -> dict[str, Te
     tensor = values[entry.span].view(entry.shape)
     blocks = tensor.tensor_split(len(entry.attention.parts), dim=entry.attention.axis)
     return dict(zip(entry.attention.parts, blocks, strict=True))
-
-
-def _along(entry: Entry, values: Tensor, axis: int) -> list[Tensor]:
-    return [part.reshape(-1) for part in values[entry.span].view(entry.shape).unbind(axis)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,11 +88,48 @@ OWN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+INPUT_SHAPES: dict[str, tuple[int, ...]] = {
+    "cifar_resnet20": (3, 32, 32),
+    "cifar_resnet56": (3, 32, 32),
+    "digits_resnet": (1, 8, 8),
+}
+
+
 def create(name: str, **options: Any) -> nn.Module:
-    """A network by name: one of our own, or any that timm has (``options`` go to timm)."""
+    """A network by name: one of our own, ``python:FILE:FUNCTION``, or any that timm has.
+
+    ``options`` go to the function that makes it. The file of ``python:`` is run: name only files
+    that you trust.
+    """
     if name in OWN:
         return OWN[name](**options)
+    if name.startswith("python:"):
+        return _from_file(name, **options)
     return timm_model(name, **options)
+
+
+def input_shape(name: str, model: nn.Module) -> tuple[int, ...] | None:
+    """Shape of one input, where it is known: for our own networks, and for timm's."""
+    known = getattr(model, "default_cfg", None) or {}
+    shape = INPUT_SHAPES.get(name) or known.get("input_size")
+    return tuple(shape) if shape else None
+
+
+def _from_file(name: str, **options: Any) -> nn.Module:
+    path, _, function = name.removeprefix("python:").rpartition(":")
+    if not path or not function:
+        raise PwfnError(f"model {name!r} is not of the form python:FILE:FUNCTION")
+    if not Path(path).is_file():
+        raise PwfnError(f"model {name!r}: there is no file {path}")
+    found = runpy.run_path(path).get(function)
+    if not callable(found):
+        raise PwfnError(f"model {name!r}: {path} defines no function {function}")
+    model = found(**options)
+    if not isinstance(model, nn.Module):
+        raise PwfnError(
+            f"model {name!r}: {function} returned a {type(model).__name__}, not a torch.nn.Module"
+        )
+    return model
 
 
 def timm_model(name: str, **options: Any) -> nn.Module:

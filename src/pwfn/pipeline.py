@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ class Result:
     after: Scores | None  # at the end, measured on the decoded weights
     config: Config
     _original: nn.Module = field(repr=False)
+
+    def save(
+        self, path: str | Path, *, posterior: str = "centre", record: Mapping[str, Any] | None = None
+    ) -> int:
+        """Write a .pwfn file and return its size in bytes; see :func:`pwfn.fileformat.save`."""
+        return self.compressed.save(path, posterior=posterior, record=record)
 
     def model(self) -> nn.Module:
         """A new copy of the original model with the compressed weights in it, in evaluation mode."""
@@ -201,14 +208,14 @@ class _Run:
         if self.polish(batches) and finish.reestimate_batchnorm:
             self.reestimate(batches)
         compressed = self.net.finish()
-        decoded = compressed.apply_to(copy.deepcopy(self.original))
+        after = self.scores(compressed.apply_to(copy.deepcopy(self.original)))
         return Result(
-            compressed=compressed,
+            compressed=replace(compressed, record=_record(self.config, progress, after)),
             summary=summarise(compressed.layout, compressed.values()),
             rounds=tuple(progress.rounds),
             before=progress.before,
             fixed=progress.rounds[-1].scores,
-            after=self.scores(decoded),
+            after=after,
             config=self.config,
             _original=self.original,
         )
@@ -273,6 +280,26 @@ class _Run:
             return None
         precision = self.config.training.precision
         return evaluate(model, self.val, self.objective, self.metric, precision)
+
+
+def _record(config: Config, progress: Progress, after: Scores | None) -> dict[str, Any]:
+    """The facts of a run that its file keeps."""
+    return {
+        "method": "pwfn",
+        "settings": config.to_dict(),
+        "before": asdict(progress.before) if progress.before else None,
+        "after": asdict(after) if after else None,
+        "rounds": [
+            {
+                "fraction": done.fix.fraction,
+                "loss": done.loss,
+                "metric": done.scores.metric if done.scores else None,
+                "entropy_bits": done.fixed.entropy_bits,
+                "unique": done.fixed.unique,
+            }
+            for done in progress.rounds
+        ],
+    }
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -1,6 +1,7 @@
 """Files that other programs read: dense safetensors or torch state dicts, and ONNX with palettes."""
 
+from pwfn.export.command import from_file
 from pwfn.export.dense import Exactness, to_safetensors, to_torch
-from pwfn.export.onnx import to_onnx
+from pwfn.export.onnx import OnnxExport, to_onnx
 
-__all__ = ["Exactness", "to_onnx", "to_safetensors", "to_torch"]
+__all__ = ["Exactness", "OnnxExport", "from_file", "to_onnx", "to_safetensors", "to_torch"]

@@ -1,0 +1,79 @@
+"""One call from a .pwfn file to any target, with the model found by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pwfn import models
+from pwfn.compressed import Compressed
+from pwfn.errors import PwfnError
+from pwfn.export.dense import to_safetensors, to_torch
+from pwfn.export.onnx import to_onnx
+from pwfn.fileformat import load
+
+_ENDINGS = {"onnx": ".onnx", "safetensors": ".safetensors", "torch": ".pt"}
+
+
+def from_file(
+    file: str | Path,
+    to: str,
+    out: str | Path | None = None,
+    *,
+    dtype: str = "fp32",
+    model: str | None = None,
+    input_shape: str | None = None,
+) -> dict[str, Any]:
+    """Export a file and return the facts, with a sentence for people among them."""
+    if to not in _ENDINGS:
+        raise PwfnError(f"target {to!r} is unknown: allowed is one of {', '.join(_ENDINGS)}")
+    target = Path(out) if out else Path(file).with_suffix(_ENDINGS[to])
+    compressed = load(file)
+    if to == "onnx":
+        return _onnx(compressed, target, model, input_shape)
+    write = to_safetensors if to == "safetensors" else to_torch
+    exactness = write(compressed, target, dtype)
+    size = target.stat().st_size
+    return {
+        "path": str(target),
+        "file_bytes": size,
+        "dtype": dtype,
+        "weights_exact": exactness.weights_exact,
+        "untouched_exact": exactness.untouched_exact,
+        "sentence": f"{target}: {size:,} bytes; {exactness.sentence()}",
+    }
+
+
+def _onnx(compressed: Compressed, target: Path, name: str | None, shape: str | None) -> dict[str, Any]:
+    name = name or compressed.record.get("model")
+    if not isinstance(name, str):
+        raise PwfnError("the file does not say which model it is of: name it with --model")
+    module = models.create(name)
+    sizes = _sizes(shape) if shape else models.input_shape(name, module)
+    if sizes is None:
+        raise PwfnError(f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224")
+    done = to_onnx(compressed, module, torch.zeros(2, *sizes), target)
+    return {
+        "path": str(target),
+        "file_bytes": done.file_bytes,
+        "palettes": done.palettes,
+        "largest_error": done.largest_error,
+        "largest_output": done.largest_output,
+        "sentence": (
+            f"{target}: {done.file_bytes:,} bytes, {done.palettes} tensors as palette and indices; outputs "
+            f"differ from torch's by at most {done.largest_error:.2g}, the largest being "
+            f"{done.largest_output:.2g}"
+        ),
+    }
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise PwfnError(f"input shape {text!r} is not a list of whole numbers such as 3,224,224")
+    return sizes
