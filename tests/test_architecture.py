@@ -18,7 +18,7 @@ import pwfn
 ROOT = Path(pwfn.__file__).parent
 
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("version", "errors"),
     ("config",),
     ("layout",),
     ("pow2",),
@@ -28,17 +28,20 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("storage", "codec"),
     ("fileheader", "sigmacodec"),
     ("fileformat",),
+    ("models", "data"),
     ("export",),
     ("posterior",),
     ("metrics",),
     ("inspection",),
     ("training",),
     ("pipeline",),
-    ("models", "data"),
     ("demo",),
     ("cli",),
 )
 """A module may import those in the rows above its own, and no others."""
+
+DEFERRED = {("compressed", "fileformat")}
+"""`Compressed.save` hands itself to the file format, which stands on it; the import is within the method."""
 
 RANK: dict[str, float] = {name: rank for rank, names in enumerate(ORDER) for name in names}
 RANK |= {"": RANK["demo"] - 0.5, "__main__": len(ORDER)}  # the package itself has all but demo and commands
@@ -80,7 +83,7 @@ def test_every_module_has_its_place_in_the_order() -> None:
 def test_imports_point_up_the_order_only(path: Path) -> None:
     own = room(path)
     for other in rooms_imported(path):
-        if other != own:
+        if other != own and (own, other) not in DEFERRED:
             assert RANK[other] < RANK[own], f"{own or 'pwfn'} imports {other or 'pwfn'}"
 
 

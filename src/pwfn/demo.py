@@ -82,7 +82,7 @@ def _file_lines(result: Result, out: Path, test: data.TensorLoader) -> list[str]
         right = sum(int((model(images).argmax(1) == targets).sum()) for images, targets in test)
     facts = inspect(path, zstd=False)
     return [
-        f"{path}: {facts.file_bytes:,} bytes; loaded from it, {right} of {len(test.targets)} images are right",
+        f"{path}: {facts.file_bytes:,} bytes; loaded from it, {right} of {len(test.targets)} images right",
         f"the same network in fp32: {facts.fp32_bytes:,} bytes; in fp16: {facts.fp16_bytes:,}; "
         f"in int8: {facts.int8_bytes:,}",
     ]

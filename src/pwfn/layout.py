@@ -67,9 +67,9 @@ class Entry:
     kind: Kind
     aliases: tuple[str, ...] = ()  # other names of the same (tied) parameter
     input_axis: int | None = None
-    groups: int = 1  # of a convolution: each has its own input channels, and its share of the outputs
     attention: Attention | None = None
     channels_last: bool = False
+    groups: int = 1  # of a convolution: each has its own input channels, and its share of the outputs
 
     @property
     def size(self) -> int:
