@@ -20,6 +20,7 @@ ROOT = Path(pwfn.__file__).parent
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version", "errors"),
     ("config",),
+    ("coverage",),
     ("layout",),
     ("pow2",),
     ("ops",),

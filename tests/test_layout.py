@@ -767,3 +767,38 @@ def test_untouched_is_the_rest_of_the_state_dict() -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in rest.items())
     rest["1.weight"].fill_(9)
     assert torch.equal(model[1].weight, torch.ones(2))
+
+
+class SharedHeads(nn.Module):
+    """Grouped-query attention: eight heads of queries, two of keys and values."""
+
+    num_heads = 8
+    num_key_value_heads = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(16, 16)
+        self.k_proj = nn.Linear(16, 4)
+        self.v_proj = nn.Linear(16, 4)
+
+
+def test_keys_and_values_that_share_heads_have_fewer() -> None:
+    layout = Layout.of(SharedHeads())
+    assert layout.entry("q_proj.weight").attention == Attention(("q",), 8, 0)
+    assert layout.entry("k_proj.weight").attention == Attention(("k",), 2, 0)
+    assert layout.entry("v_proj.bias").attention == Attention(("v",), 2, 0)
+
+
+class FusedPair(nn.Module):
+    """The keys and values of cross-attention in one layer, under the name that three of them have."""
+
+    num_heads = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(12, 24)
+
+
+def test_a_fused_pair_is_not_taken_for_three() -> None:
+    assert Layout.of(FusedPair()).entry("c_attn.weight").attention is None
+    assert Layout.of(FusedPair()).entry("c_attn.bias").attention is None

@@ -319,3 +319,18 @@ def test_every_weight_is_in_exactly_one_pool_of_each_kind() -> None:
         [pool for part in per_attention_part(layout, values, entry.name).values() for pool in part],
     ):
         assert sum(pool.weights for pool in pools) == entry.size
+
+
+def test_input_channels_of_a_grouped_convolution_are_those_of_its_groups() -> None:
+    layout = Layout.of(nn.Conv2d(4, 6, 1, groups=2, bias=False))  # weight 6×2×1×1, three outputs a group
+    weight = torch.tensor([[0, 10], [1, 11], [2, 12], [3, 13], [4, 14], [4, 15]], dtype=torch.float32)
+    pools = per_input_channel(layout, weight.reshape(-1), "weight")
+    # Channels 0 and 1 are seen by the first three outputs, 2 and 3 by the last three.
+    assert [pool.weights for pool in pools] == [3, 3, 3, 3]
+    assert [pool.unique for pool in pools] == [3, 3, 2, 3]
+
+
+def test_input_channels_of_a_grouped_transposed_convolution_are_its_first_axis() -> None:
+    layout = Layout.of(nn.ConvTranspose2d(4, 2, 1, groups=2, bias=False))  # weight 4×1×1×1
+    pools = per_input_channel(layout, torch.tensor([1.0, 1.0, 2.0, 3.0]), "weight")
+    assert [pool.weights for pool in pools] == [1, 1, 1, 1]

@@ -1064,3 +1064,10 @@ def test_iterables_of_any_kind_are_loaders() -> None:
     results = [compress(model, loader, config=config) for loader in loaders]
     assert same(results[0], results[1])
     assert same(results[0], results[2])
+
+
+def test_cross_entropy_as_a_module_is_scored_by_accuracy_too() -> None:
+    data = tiny_data(2)
+    result = compress(nn.Linear(4, 2), data, data, loss_fn=nn.CrossEntropyLoss())
+    assert result.after is not None
+    assert result.after.metric is not None

@@ -1036,3 +1036,15 @@ def test_exactly_the_asked_share_is_fixed(rows: int, columns: int, fraction: flo
     record = net.fix(fraction)
     expected = math.ceil(Fraction(fraction) * net.layout.size - Fraction(1, 10**9))
     assert record.fixed == int(net.fixed.sum()) == max(expected, 0)
+
+
+def test_values_are_those_a_narrow_model_can_hold() -> None:
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[4.0, 0.0]]))
+    net = GaussianNetwork(model)
+    with torch.no_grad():
+        net.free_mu[1] = 3.0078125  # 2 + 1 + 2^-7: three powers of two, but nine bits
+    net.fix(1.0)
+    compressed = net.finish()
+    assert torch.equal(compressed.values(), compressed.dense_state_dict()["weight"].float().reshape(-1))

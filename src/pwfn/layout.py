@@ -8,34 +8,35 @@ print(layout.table())                  # every parameter: covered, or left out a
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.parameter import is_lazy
 
+from pwfn.coverage import (
+    Owner,
+    Selection,
+    check_compressible,
+    check_model,
+    is_hf_conv1d,
+    owned_parameters,
+)
 from pwfn.errors import LayoutError
 
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
-_PACKED_PROJECTIONS = frozenset(
-    {"in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
-)
 # The name of a projection tells its part where the module's structure cannot.
 _PARTS_OF_NAME = {
-    **dict.fromkeys(("qkv", "in_proj", "c_attn", "Wqkv", "query_key_value"), ("q", "k", "v")),
+    **dict.fromkeys(("qkv", "in_proj", "c_attn", "Wqkv"), ("q", "k", "v")),
     **dict.fromkeys(("q", "q_proj", "query", "to_q"), ("q",)),
     **dict.fromkeys(("k", "k_proj", "key", "to_k"), ("k",)),
     **dict.fromkeys(("v", "v_proj", "value", "to_v"), ("v",)),
 }
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
+_SHARED_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")  # of keys and values, if fewer
 
 
 class Kind(StrEnum):
@@ -125,21 +126,19 @@ class Layout:
         exclude: Sequence[str | type] = (),
     ) -> Layout:
         """Lay out a model's parameters, in the order in which the model defines them."""
-        _check_model(model)
-        selection = _Selection(include, exclude)
+        check_model(model)
+        selection = Selection(include, exclude)
         entries: list[Entry] = []
         left_out: list[LeftOut] = []
         offset = 0
-        for parameter, owners in _owned_parameters(model):
-            if is_lazy(parameter):
-                raise LayoutError(f"{owners[0].name} has no shape yet: run one batch through the model first")
+        for parameter, owners in owned_parameters(model):
             shape = tuple(parameter.shape)
             owner, reason = selection.decide(owners, parameter)
             names = [other.name for other in owners if other is not owner]
             if reason is not None:
                 left_out.append(LeftOut(owner.name, shape, parameter.dtype, reason, tuple(names)))
                 continue
-            _check_compressible(owner, parameter)
+            check_compressible(owner, parameter)
             entries.append(
                 Entry(
                     name=owner.name,
@@ -157,7 +156,7 @@ class Layout:
                 )
             )
             offset += parameter.numel()
-        selection.check_all_used([owner for _, owners in _owned_parameters(model) for owner in owners])
+        selection.check_all_used([owner for _, owners in owned_parameters(model) for owner in owners])
         if not entries:
             raise LayoutError(selection.nothing_left(type(model).__name__, len(left_out)))
         return cls(tuple(entries), tuple(left_out))
@@ -231,157 +230,18 @@ class Layout:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """One place where a parameter hangs in the module tree."""
-
-    name: str
-    layer: str
-    leaf: str
-    module: nn.Module
-    parent: nn.Module | None
-
-    def type_names(self) -> set[str]:
-        names: set[str] = set()
-        for base in type(self.module).__mro__:
-            names |= {base.__name__, f"{base.__module__}.{base.__qualname__}"}
-        return names
-
-
-class _Selection:
-    """The include and exclude selectors, and which of them have matched something."""
-
-    def __init__(self, include: Sequence[str | type], exclude: Sequence[str | type]) -> None:
-        self._include = [_as_text(item) for item in include]
-        self._exclude = [_as_text(item) for item in exclude]
-        self._used: set[str] = set()
-
-    def decide(self, owners: list[_Owner], parameter: Tensor) -> tuple[_Owner, str | None]:
-        """The owner to name the parameter by, and the reason to leave it out, if there is one."""
-        excluded = self._first_match(self._exclude, owners)
-        included = self._first_match(self._include, owners)
-        if excluded is not None:
-            return owners[0], f"excluded by {excluded!r}"
-        if parameter.numel() == 0:
-            return owners[0], "empty"
-        covered = next((owner for owner in owners if _is_covered(owner)), None)
-        if covered is not None:
-            return covered, None
-        if included is not None:
-            return owners[0], None
-        return owners[0], _reason(owners[0])
-
-    def _first_match(self, selectors: list[str], owners: list[_Owner]) -> str | None:
-        # No early exit: every selector that matches anything counts as used.
-        matched = [s for s in selectors if any(_matches(s, owner) for owner in owners)]
-        self._used.update(matched)
-        return matched[0] if matched else None
-
-    def check_all_used(self, owners: Sequence[_Owner]) -> None:
-        for selector in (*self._include, *self._exclude):
-            if selector not in self._used:
-                known = [text for o in owners for text in (o.name, f"type:{type(o.module).__name__}")]
-                near = difflib.get_close_matches(selector, known, n=1, cutoff=0.5)
-                hint = f"the nearest is {near[0]!r}" if near else "print(Layout.of(model).table()) lists them"
-                raise LayoutError(f"{selector!r} matches no parameter of the model: {hint}")
-
-    def nothing_left(self, model: str, left_out: int) -> str:
-        if self._exclude:
-            return f"exclude= leaves nothing of {model} to compress ({left_out} parameters): exclude less"
-        return (
-            f"{model} has no convolution or linear layer to compress: name its parameters in include= "
-            f"({left_out} are left out)"
-        )
-
-
-def _as_text(selector: str | type) -> str:
-    if isinstance(selector, type):
-        return f"type:{selector.__module__}.{selector.__qualname__}"
-    return selector
-
-
-def _matches(selector: str, owner: _Owner) -> bool:
-    if selector.startswith("type:"):
-        return selector.removeprefix("type:") in owner.type_names()
-    return fnmatchcase(owner.name, selector)
-
-
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[_Owner]]]:
-    """Each distinct parameter with all the places it hangs, in order of first appearance."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    owners: dict[int, tuple[nn.Parameter, list[_Owner]]] = {}
-    for layer, module in modules.items():
-        parent = modules.get(layer.rpartition(".")[0]) if layer else None
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{layer}.{leaf}" if layer else leaf
-            _, places = owners.setdefault(id(parameter), (parameter, []))
-            places.append(_Owner(name, layer, leaf, module, parent))
-    yield from owners.values()
-
-
-def _is_covered(owner: _Owner) -> bool:
-    if isinstance(owner.module, nn.MultiheadAttention):
-        return owner.leaf in _PACKED_PROJECTIONS
-    linear = isinstance(owner.module, (_ConvNd, nn.Linear, nn.Bilinear)) or _is_hf_conv1d(owner.module)
-    return linear and owner.leaf in ("weight", "bias")
-
-
-def _is_hf_conv1d(module: nn.Module) -> bool:
-    """``transformers``' Conv1D, a linear layer stored as (in, out); found without importing it."""
-    names = {(base.__module__, base.__name__) for base in type(module).__mro__}
-    return ("transformers.pytorch_utils", "Conv1D") in names
-
-
-def _reason(owner: _Owner) -> str:
-    kind = type(owner.module).__name__
-    if isinstance(owner.module, _NORMS) or kind.endswith(("Norm", "Norm2d", "RMSNorm")):
-        return f"{kind}: normalisation stays in full precision"
-    if isinstance(owner.module, nn.utils.parametrize.ParametrizationList):
-        return "re-parametrised: remove the parametrisation to compress it"
-    if isinstance(owner.module, nn.Embedding):
-        return "Embedding: include it with 'type:Embedding'"
-    return f"{kind}.{owner.leaf}: not a weight or bias of a convolution or linear layer"
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise LayoutError(f"the model is a {type(model).__name__}: allowed is a torch.nn.Module")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise LayoutError("the model is a TorchScript module: pass the eager model it came from")
-    if type(model).__name__ == "OptimizedModule":
-        raise LayoutError(
-            "the model is already compiled: pass the original, then compile the GaussianNetwork"
-        )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise LayoutError("the model is wrapped for data parallelism: pass model.module")
-
-
-def _check_compressible(owner: _Owner, parameter: nn.Parameter) -> None:
-    way_out = f"or leave it out with exclude=[{owner.name!r}]"
-    if not parameter.is_floating_point():
-        raise LayoutError(
-            f"{owner.name} is {_dtype_text(parameter.dtype)}: only real floating-point weights can "
-            f"be compressed; load the unquantised model, {way_out}"
-        )
-    if not parameter.requires_grad:
-        raise LayoutError(
-            f"{owner.name} is frozen (requires_grad is False), so it could not be trained around "
-            f"its new value: unfreeze it, {way_out}"
-        )
-
-
 def _input_axis(module: nn.Module, shape: tuple[int, ...]) -> int | None:
     """Axis of the input channels of a weight; None for vectors and for other modules."""
     if len(shape) < 2:
         return None
-    if isinstance(module, _ConvTransposeNd) or _is_hf_conv1d(module):
+    if isinstance(module, _ConvTransposeNd) or is_hf_conv1d(module):
         return 0
     if isinstance(module, (_ConvNd, nn.Linear, nn.MultiheadAttention)):
         return 1
     return None
 
 
-def _attention(owner: _Owner, shape: tuple[int, ...]) -> Attention | None:
+def _attention(owner: Owner, shape: tuple[int, ...]) -> Attention | None:
     """Parts and heads of a query, key or value projection, where names and sizes agree on one."""
     if isinstance(owner.module, nn.MultiheadAttention):
         holder: nn.Module | None = owner.module
@@ -390,14 +250,25 @@ def _attention(owner: _Owner, shape: tuple[int, ...]) -> Attention | None:
         holder = owner.parent
         stem = owner.layer.rpartition(".")[2]
     parts = _PARTS_OF_NAME.get(stem)
-    counts = (getattr(holder, name, None) for name in _HEAD_COUNTS)
-    heads = next((n for n in counts if isinstance(n, int) and n > 0), None)
-    if parts is None or heads is None:
+    if parts is None:
         return None
-    axis = len(shape) - 1 if _is_hf_conv1d(owner.module) else 0
-    if shape[axis] % (len(parts) * heads):
+    counts = _HEAD_COUNTS if parts == ("q",) else (*_SHARED_HEAD_COUNTS, *_HEAD_COUNTS)
+    found = (getattr(holder, name, None) for name in counts)
+    heads = next((n for n in found if isinstance(n, int) and n > 0), None)
+    axis = len(shape) - 1 if is_hf_conv1d(owner.module) else 0
+    if heads is None or shape[axis] % (len(parts) * heads):
+        return None
+    if len(parts) > 1 and not _is_thrice_its_input(owner.module, shape[axis]):
         return None
     return Attention(parts, heads, axis)
+
+
+def _is_thrice_its_input(module: nn.Module, outputs: int) -> bool:
+    """Whether q, k and v are alike in size: the fused k and v of cross-attention are only two."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    weight = module.get_parameter("weight")
+    return outputs == 3 * weight.shape[0 if is_hf_conv1d(module) else 1]
 
 
 def _is_channels_last(parameter: Tensor) -> bool:
@@ -419,6 +290,11 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def held(layout: Layout, vector: Tensor) -> Tensor:
+    """The vector as its parameters can hold it: rounded where one is narrower than float32."""
+    return torch.cat([vector[e.span].to(e.dtype).to(vector.dtype) for e in layout.entries])
 
 
 def untouched(model: nn.Module, layout: Layout) -> dict[str, Tensor]:

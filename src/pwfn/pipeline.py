@@ -181,7 +181,8 @@ class _Run:
         self.train = Source("train_loader", train_loader, device)
         self.val = Source("val_loader", val_loader, device) if val_loader is not None else None
         compare = divergence if distill is True else distill or None
-        classifies = loss_fn is F.cross_entropy and compare in (None, divergence)
+        is_cross_entropy = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
+        classifies = is_cross_entropy and compare in (None, divergence)
         self.metric = metric or (accuracy if classifies else None)
         self.objective = Objective(loss_fn, self.original if compare else None, compare)
         self.epoch = self.train.steps_per_epoch(config.training)

@@ -24,7 +24,7 @@ from pwfn.clustering import FixStep, Move, fix_round, relative_moves
 from pwfn.compressed import Compressed
 from pwfn.config import Config, PosteriorConfig, SigmaInit
 from pwfn.errors import ConfigError, LayoutError, WeightError
-from pwfn.layout import Layout, untouched
+from pwfn.layout import Layout, held, untouched
 
 SIGMA_FLOOR = 2.0**-30
 """The smallest sigma of a free weight."""
@@ -207,7 +207,8 @@ class GaussianNetwork(nn.Module):
         free = int((~self.fixed).sum())
         if free:
             raise WeightError(f"{free:,} of {self.layout.size:,} weights are still free: call fix(1.0) first")
-        return Compressed.of(self.layout, self.fixed_mu, self.fixed_sigma, untouched(self.model, self.layout))
+        values = held(self.layout, self.fixed_mu)
+        return Compressed.of(self.layout, values, self.fixed_sigma, untouched(self.model, self.layout))
 
     def parameter_groups(
         self, *, lr: float, sigma_lr: float | None = None, weight_decay: float = 0.0

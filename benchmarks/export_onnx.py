@@ -1,0 +1,161 @@
+"""Palette ONNX against the fp32 ONNX of the same network: latency, time to load, and bytes.
+
+    python benchmarks/export_onnx.py [--quick]
+
+One JSON line per case. ``ratio`` is ours over the rival's, in the same run, repetition by
+repetition in turn; times are medians. (A file named ``onnx.py`` would hide the package.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from pwfn import Compressed, GaussianNetwork, models
+from pwfn.export import OnnxExport, to_onnx
+
+NETWORKS = ("mobilenetv2_100", "resnet18", "deit_tiny_patch16_224")
+THREADS = 2
+RIVAL = "torch.onnx.export with its defaults, fp32"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The same network twice."""
+
+    ours: OnnxExport
+    theirs: Path
+    theirs_bytes: int  # graph and weights, which the exporter may put in a second file
+    batch: Tensor
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Palette ONNX against fp32 ONNX.")
+    parser.add_argument("--quick", action="store_true", help="mobilenetv2_100 only, few repetitions")
+    quick = parser.parse_args().quick
+    for name in NETWORKS[:1] if quick else NETWORKS:
+        with tempfile.TemporaryDirectory() as folder:
+            files = exported(name, Path(folder))
+            report(f"{name} latency", files, *latencies(files, 20 if quick else 150))
+            report(f"{name} session load", files, *loads(files, 3 if quick else 9))
+
+
+def exported(name: str, folder: Path) -> Files:
+    """Random weights, random BatchNorm, all weights fixed; then both files."""
+    torch.manual_seed(0)
+    model = models.create(name)
+    randomise_norms(model)
+    net = GaussianNetwork(model)
+    net.fix(1.0)
+    compressed = net.finish()
+    shape = models.input_shape(name, model)
+    assert shape is not None
+    ours = to_onnx(compressed, model, torch.zeros(2, *shape), folder / "ours.onnx")
+    theirs = folder / "theirs" / "model.onnx"
+    theirs.parent.mkdir()
+    dense_onnx(compressed, model, torch.randn(2, *shape), theirs)
+    size = sum(file.stat().st_size for file in theirs.parent.iterdir())
+    return Files(ours, theirs, size, torch.randn(1, *shape))
+
+
+def randomise_norms(model: nn.Module) -> None:
+    """Statistics and affine parameters as after some training, so that folding them matters."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, 0, 0.1)
+
+
+def dense_onnx(compressed: Compressed, model: nn.Module, batch: Tensor, path: Path) -> None:
+    """The rival: the exporter as it comes, with a dynamic batch."""
+    module = compressed.apply_to(model).eval()
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # the exporter's own deprecations
+        shapes = ({0: torch.export.Dim("batch", min=1)},)
+        torch.onnx.export(module, (batch,), path, dynamo=True, dynamic_shapes=shapes)
+
+
+def session(path: Path) -> onnxruntime.InferenceSession:
+    """Stock onnxruntime on the CPU, with a set number of threads."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = THREADS
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def latencies(files: Files, repetitions: int) -> tuple[float, float]:
+    """Median seconds of one image, ours and theirs."""
+    runs = []
+    for path in (files.ours.path, files.theirs):
+        runner = session(path)
+        feed = {runner.get_inputs()[0].name: files.batch.numpy()}
+        runs.append(lambda runner=runner, feed=feed: runner.run(None, feed))
+    return medians(runs[0], runs[1], repetitions, warm_up=5)
+
+
+def loads(files: Files, repetitions: int) -> tuple[float, float]:
+    """Median seconds from the file to a session that is ready, ours and theirs."""
+    return medians(lambda: session(files.ours.path), lambda: session(files.theirs), repetitions, warm_up=1)
+
+
+def medians(
+    ours: Callable[[], Any], theirs: Callable[[], Any], repetitions: int, *, warm_up: int
+) -> tuple[float, float]:
+    """Both in turn, each first half of the time, so that a slow moment hits both."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for repetition in range(warm_up + repetitions):
+        for which in (0, 1) if repetition % 2 else (1, 0):
+            start = time.perf_counter()
+            (ours, theirs)[which]()
+            if repetition >= warm_up:
+                seconds[which].append(time.perf_counter() - start)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def report(case: str, files: Files, ours_s: float, rival_s: float) -> None:
+    """One JSON line."""
+    line = {
+        "case": case,
+        "ratio": ours_s / rival_s,
+        "ours_s": ours_s,
+        "rival_s": rival_s,
+        "rival": RIVAL,
+        "ours_bytes": files.ours.file_bytes,
+        "rival_bytes": files.theirs_bytes,
+        "bytes_ratio": files.ours.file_bytes / files.theirs_bytes,
+        "largest_error": files.ours.largest_error,
+        "largest_output": files.ours.largest_output,
+        "device": f"{platform.machine()} CPU, {THREADS} threads",
+        "versions": {
+            "torch": torch.__version__,
+            "onnx": onnx.__version__,
+            "onnxruntime": onnxruntime.__version__,
+        },
+    }
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
