@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results: made by experiments/table.py -->", "<!-- end of results -->"
 HEAD = (
     "| result file | network | rule | top-1 before | just after the last fixing | top-1 after | "
-    "20-draw ensemble | bits a weight | unique values | powers of two |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "20-draw ensemble | bits a weight | unique values | powers of two | file, bytes | smaller than fp32 |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -32,6 +32,8 @@ def row(name: str, facts: dict[str, Any]) -> str:
         f"{facts['entropy_bits']:.2f}",
         str(facts["unique"]),
         f"{100 * facts['power_of_two_share']:.0f} %",
+        f"{facts['file_bytes']:,}",
+        f"{int(10 * facts['fp32_bytes'] / facts['file_bytes']) / 10} times",
     ]
     return "| " + " | ".join(cells) + " |"
 
