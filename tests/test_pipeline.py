@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1071,3 +1072,12 @@ def test_cross_entropy_as_a_module_is_scored_by_accuracy_too() -> None:
     result = compress(nn.Linear(4, 2), data, data, loss_fn=nn.CrossEntropyLoss())
     assert result.after is not None
     assert result.after.metric is not None
+
+
+def test_a_result_whose_scores_are_not_finite_can_be_saved(tmp_path: Path) -> None:
+    data = tiny_data(2)
+    result = compress(nn.Linear(4, 2), data, data, metric=lambda output, target: torch.tensor(math.nan))
+    assert result.save(tmp_path / "model.pwfn") > 0
+    loaded = pwfn.load(tmp_path / "model.pwfn")
+    assert loaded.record["after"]["metric"] is None
+    assert torch.equal(loaded.values(), result.compressed.values())

@@ -7,24 +7,30 @@ claims can be checked before anything of that size is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import constriction
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from pwfn.errors import FileError
 
 Integers: TypeAlias = NDArray[np.integer]
 
-MOST_SYMBOLS = 2**16
-"""Largest alphabet of a table."""
+MOST_NUMBER = 2**48
+"""Largest number of weights, bytes or anything else that is counted."""
 
-_WORST_RATIO = 1024  # a decompressed block is at most this many times its stored size, or 1 MiB
+WORST_RATIO = 1024
+"""A decompressed block is at most this many times its stored size, or 1 MiB."""
+
 _SMALL_BLOCK = 2**20
+_NUMBER_BYTES = 7  # of the largest number in LEB128
+_ROUNDS = 100  # of choosing tables; a few are enough
+_STEP = 2**16  # symbols decoded at a time: they stay in the processor's cache until they are looked up
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Table:
         >>> Table.of(np.array([3, 1, 3]), alphabet=5).counts.tolist()
         [1, 2]
         """
-        return cls.of_counts(np.bincount(symbols.reshape(-1), minlength=alphabet))
+        return cls.of_counts(counts_of(symbols, alphabet))
 
     @classmethod
     def of_counts(cls, counts: Integers) -> Table:
@@ -48,7 +54,7 @@ class Table:
         present = np.flatnonzero(counts)
         return cls(present.astype(np.int32), counts[present].astype(np.int64))
 
-    @property
+    @cached_property
     def total(self) -> int:
         """How many symbols were counted."""
         return int(self.counts.sum())
@@ -71,21 +77,45 @@ class Table:
         return numbers_to_bytes((len(self.symbols), *pairs))
 
     @classmethod
-    def read(cls, stream: Iterator[int], alphabet: int) -> Table:
-        """The next table of a stream of bytes."""
-        size = read_number(stream)
-        if not 0 < size <= alphabet:
-            raise FileError(f"a frequency table has {size} symbols, its codebook {alphabet} values")
-        pairs = [(read_number(stream), read_number(stream)) for _ in range(size)]
-        symbols = np.cumsum([gap + 1 for gap, _ in pairs], dtype=np.int64) - 1
-        counts = np.array([count for _, count in pairs], dtype=np.int64)
-        if symbols[-1] >= alphabet or counts.min() < 1 or counts.max() > 2**48:
-            raise FileError("a frequency table names a symbol or a count that cannot be")
-        return cls(symbols.astype(np.int32), counts)
+    def read(cls, numbers: NDArray[np.int64], start: int, alphabet: int, total: int) -> tuple[Table, int]:
+        """The table that begins at ``start`` of a list of numbers, and where it ends.
 
+        >>> Table.read(np.array([9, 2, 1, 1, 1, 2]), 1, alphabet=5, total=3)[0].symbols.tolist()
+        [1, 3]
+        """
+        size = int(numbers[start]) if start < len(numbers) else 0
+        if not 0 < size <= alphabet:
+            raise FileError(f"a frequency table has {size:,} symbols, its codebook {alphabet:,} values")
+        stop = start + 1 + 2 * size
+        if stop > len(numbers):
+            raise FileError(f"a frequency table of {size:,} symbols is cut off")
+        gaps, counts = numbers[start + 1 : stop : 2], numbers[start + 2 : stop : 2]
+        # In floating point, where a forged sum cannot wrap around to the right one; below 2^53 it is exact.
+        if int(gaps.max()) >= alphabet or size + float(gaps.sum(dtype=np.float64)) > alphabet:
+            raise FileError(f"a frequency table has a symbol beyond the {alphabet:,} values of its codebook")
+        counted = float(counts.sum(dtype=np.float64))
+        if int(counts.min()) < 1 or counted != total:
+            raise FileError(
+                f"a frequency table counts {counted:,.0f} weights or some symbol never: "
+                f"it must add up to {total:,}"
+            )
+        return cls((np.cumsum(gaps + 1) - 1).astype(np.int32), counts.copy()), stop
+
+    @cached_property
     def model(self) -> constriction.stream.model.Categorical:
         """The coder's model: each symbol's place among those present, with its share as probability."""
-        return constriction.stream.model.Categorical(self.counts / self.counts.sum(), perfect=False)
+        return constriction.stream.model.Categorical(self.counts / self.total, perfect=False)
+
+
+def counts_of(symbols: Integers, alphabet: int = 0) -> NDArray[np.int64]:
+    """How often each symbol 0, 1, 2, … occurs; as many as the alphabet has, or as there are."""
+    flat = symbols.reshape(-1)
+    # Piece by piece: bincount works on 64-bit numbers, and makes a copy of any other.
+    pieces = [np.bincount(flat[i : i + _STEP]) for i in range(0, len(flat), _STEP)]
+    counts = np.zeros(max([alphabet, *map(len, pieces)]), np.int64)
+    for piece in pieces:
+        counts[: len(piece)] += piece
+    return counts
 
 
 def encode(symbols: Integers, table: Table) -> bytes:
@@ -98,27 +128,35 @@ def encode(symbols: Integers, table: Table) -> bytes:
     if len(table.symbols) < 2 or symbols.size == 0:
         return b""
     coder = constriction.stream.stack.AnsCoder()
-    coder.encode_reverse(_ranks(symbols, table), table.model())
+    coder.encode_reverse(_ranks(symbols, table), table.model)
     return coder.get_compressed().astype("<u4").tobytes()
 
 
-def decode(stream: bytes, table: Table, count: int) -> NDArray[np.int32]:
+def decode(stream: bytes, table: Table, count: int, dtype: DTypeLike = np.int32) -> Integers:
     """The ``count`` symbols of a stream; an error if it does not end exactly there."""
     if len(table.symbols) == 1 or count == 0:
         if stream:
-            raise FileError("a stream has bytes where the table leaves nothing to code")
-        return np.full(count, table.symbols[0] if count else 0, np.int32)
-    if len(stream) % 4:
-        raise FileError(f"a stream has {len(stream)} bytes: whole words of 4 are needed")
-    words = np.frombuffer(stream, "<u4").astype(np.uint32)
-    try:
-        coder = constriction.stream.stack.AnsCoder(words)
-    except ValueError as error:
-        raise FileError(f"a stream is not one of the coder's: {error}") from None
-    ranks = coder.decode(table.model(), count)
+            raise FileError("the stream has bytes where the table leaves nothing to code")
+        return np.full(count, table.symbols[0] if count else 0, dtype)
+    symbols = table.symbols.astype(dtype)
+    found = np.empty(count, dtype)
+    coder = coder_of(stream)
+    for start in range(0, count, _STEP):
+        part = found[start : start + _STEP]
+        np.take(symbols, coder.decode(table.model, len(part)), out=part, mode="clip")
     if not coder.is_empty():
-        raise FileError("a stream does not end after its last symbol")
-    return table.symbols[ranks]
+        raise FileError("the stream does not end after its last symbol")
+    return found
+
+
+def coder_of(stream: bytes) -> constriction.stream.stack.AnsCoder:
+    """A coder that is about to decode a stream."""
+    if len(stream) % 4:
+        raise FileError(f"the stream has {len(stream):,} bytes: whole words of 4 are needed")
+    try:
+        return constriction.stream.stack.AnsCoder(np.frombuffer(stream, "<u4").astype(np.uint32))
+    except ValueError:
+        raise FileError("the stream is not one of the coder's: its last word is zero") from None
 
 
 def _ranks(symbols: Integers, table: Table) -> NDArray[np.int32]:
@@ -128,37 +166,39 @@ def _ranks(symbols: Integers, table: Table) -> NDArray[np.int32]:
     return place[symbols.reshape(-1)]
 
 
-def squeeze(raw: bytes) -> bytes:
+def squeeze(raw: bytes, ratio: int = WORST_RATIO) -> bytes:
     """Bytes, compressed; or as they are where that is not smaller (a first byte tells which).
 
     >>> unsqueeze(squeeze(b"abc" * 100), 300) == b"abc" * 100
     True
     """
     packed = zstandard.ZstdCompressor(level=19).compress(raw)
-    if len(packed) < len(raw) <= max(_SMALL_BLOCK, _WORST_RATIO * len(packed)):
+    if len(packed) < len(raw) <= max(_SMALL_BLOCK, ratio * len(packed)):
         return b"\x01" + packed
     return b"\x00" + raw
 
 
-def unsqueeze(block: bytes, size: int) -> bytes:
+def unsqueeze(block: bytes, size: int, ratio: int = WORST_RATIO) -> bytes:
     """The ``size`` bytes of a block; the size is checked before anything is allocated."""
     kind, body = block[:1], block[1:]
     if kind == b"\x00":
         if len(body) != size:
-            raise FileError(f"a block holds {len(body)} bytes, {size} are expected")
+            raise FileError(f"the block holds {len(body):,} bytes, {size:,} are expected")
         return body
     if kind != b"\x01":
-        raise FileError(f"a block is of unknown kind {kind!r}")
-    if size > max(_SMALL_BLOCK, _WORST_RATIO * len(body)):
-        raise FileError(f"a block of {len(body)} bytes claims to hold {size}: that is out of proportion")
+        raise FileError(f"the block is of unknown kind {kind.hex() or 'none'}: allowed are 00 and 01")
+    if size > max(_SMALL_BLOCK, ratio * len(body)):
+        raise FileError(
+            f"the block of {len(body):,} bytes claims to hold {size:,}: that is out of proportion"
+        )
     try:
         if zstandard.frame_content_size(body) != size:
-            raise FileError(f"a block does not hold the {size} bytes that are expected")
+            raise FileError(f"the block does not hold the {size:,} bytes that are expected")
         raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise FileError(f"a block cannot be decompressed: {error}") from None
+        raise FileError(f"the block cannot be decompressed: {error}") from None
     if len(raw) != size:
-        raise FileError(f"a block holds {len(raw)} bytes, {size} are expected")
+        raise FileError(f"the block holds {len(raw):,} bytes, {size:,} are expected")
     return raw
 
 
@@ -191,33 +231,51 @@ def numbers_to_bytes(numbers: Iterable[int]) -> bytes:
     return bytes(out)
 
 
-def read_number(stream: Iterator[int]) -> int:
-    """The next number of a stream of LEB128 bytes."""
-    number = shift = 0
-    for byte in stream:
-        number |= (byte & 127) << shift
-        if byte < 128:
-            return number
-        shift += 7
-        if shift > 56:
-            break
-    raise FileError("a number in a frequency table is cut off or too large")
+def numbers_from_bytes(raw: bytes) -> NDArray[np.int64]:
+    """What ``numbers_to_bytes`` was given.
+
+    >>> numbers_from_bytes(bytes.fromhex("05ac02")).tolist()
+    [5, 300]
+    """
+    coded = np.frombuffer(raw, np.uint8)
+    stops = np.flatnonzero(coded < 128) + 1
+    if len(coded) and (not len(stops) or stops[-1] != len(coded)):
+        raise FileError("the last number is cut off")
+    lengths = np.diff(stops, prepend=0)
+    if len(stops) == 0:
+        return np.empty(0, np.int64)
+    if lengths.max() > _NUMBER_BYTES:
+        raise FileError(f"a number has {lengths.max():,} bytes: {_NUMBER_BYTES} are allowed")
+    place = np.arange(len(coded)) - np.repeat(stops - lengths, lengths)
+    numbers = np.add.reduceat((coded & 127).astype(np.int64) << (7 * place), stops - lengths)
+    if numbers.max() > MOST_NUMBER:
+        raise FileError(f"a number is {numbers.max():,}: at most 2^48 is allowed")
+    return numbers
 
 
 def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table | None]]:
     """The shared table, and for each tensor its own where that is cheaper, its bytes counted in.
 
-    The choice is made against all tensors in one pool; the shared table then describes just those
-    that use it, which can only make it better. So the streams and tables are never more than the
-    pooled entropy and one table.
+    The choice is first made against all tensors in one pool; the shared table then describes just
+    those that use it, which can only make it better, and the choice is made again until it stays.
+    No step makes the whole larger, so the streams and tables are never more than the pooled entropy
+    and one table.
     """
     alphabet = max(len(tensor) for tensor in counts)
     padded = [np.pad(tensor, (0, alphabet - len(tensor))) for tensor in counts]
-    pool = Table.of_counts(np.sum(padded, axis=0))
-    own: list[Table | None] = []
-    for tensor in padded:
-        table = Table.of_counts(tensor)
-        cost = table.ideal_bits(tensor) + 8 * len(table.to_bytes())
-        own.append(table if cost < pool.ideal_bits(tensor) else None)
-    sharing = [tensor for tensor, table in zip(padded, own, strict=True) if table is None]
-    return Table.of_counts(np.sum(sharing, axis=0)) if sharing else None, own
+    tables = [Table.of_counts(tensor) for tensor in padded]
+    costs = [
+        table.ideal_bits(tensor) + 8 * len(table.to_bytes())
+        for table, tensor in zip(tables, padded, strict=True)
+    ]
+    sharing = [True] * len(counts)
+    shared = Table.of_counts(np.sum(padded, axis=0))
+    for _ in range(_ROUNDS):
+        before = sharing
+        sharing = [shared.ideal_bits(t) <= cost for t, cost in zip(padded, costs, strict=True)]
+        if not any(sharing):
+            return None, list(tables)
+        if sharing == before:
+            break
+        shared = Table.of_counts(sum(t for t, chosen in zip(padded, sharing, strict=True) if chosen))
+    return shared, [None if chosen else t for t, chosen in zip(tables, sharing, strict=True)]

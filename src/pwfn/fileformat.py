@@ -14,16 +14,18 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pwfn import codec, sigmacodec
 from pwfn.codec import Table
-from pwfn.compressed import Compressed, index_dtype
+from pwfn.compressed import Compressed, Division, index_dtype
 from pwfn.errors import FileError
 from pwfn.fileheader import Header, Posterior, Section, Stored, Stream
 from pwfn.storage import replacing
@@ -32,10 +34,12 @@ from pwfn.version import __version__
 MAGIC = b"\x89PWFN\r\n\x1a"
 VERSION = 1
 HEADER_LIMIT = 2**24
+HEADER_RATIO = 64  # JSON grows once more when it is read: a header may be packed less tightly than a block
 WRITER = f"pwfn {__version__}"
 
 _PREFIX = struct.Struct("<8sHHIII")  # magic, version, flags, header bytes, once decompressed, CRC-32
 _SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
+_PLAIN_SECTIONS = ("indices", "padding")  # the others are blocks
 _FREE_WEIGHTS = 2**20
 _WEIGHTS_PER_BYTE = 64
 
@@ -68,14 +72,13 @@ def load(path: str | Path) -> Compressed:
 
 def dumps(compressed: Compressed, posterior: Posterior = Posterior.CENTRE) -> bytes:
     """The bytes of a file."""
-    if sys.byteorder != "little":
-        raise FileError("files can be written on little-endian machines only")
+    _check(compressed)
     if posterior is not Posterior.NONE and compressed.sigma is None:
         raise FileError("there is no posterior to save: pass posterior='none'")
     if posterior is Posterior.WEIGHT and compressed.weight_sigma is None:
         raise FileError("sigma is known per centre only: pass posterior='centre'")
     arrays = [_symbols(compressed.indices[entry.span]) for entry in compressed.layout.entries]
-    shared, own = codec.choose_tables([np.bincount(array) for array in arrays])
+    shared, own = codec.choose_tables([codec.counts_of(array) for array in arrays])
     coded: list[bytes] = []
     for array, table in zip(arrays, own, strict=True):
         used = table or shared
@@ -90,9 +93,7 @@ def dumps(compressed: Compressed, posterior: Posterior = Posterior.CENTRE) -> by
         "untouched": _untouched_bytes(compressed.untouched),
         "padding": b"",
     }
-    stored = {
-        name: block if name in ("indices", "padding") else _squeezed(block) for name, block in blocks.items()
-    }
+    stored = {name: block if name in _PLAIN_SECTIONS else _squeezed(block) for name, block in blocks.items()}
     # The reader refuses more weights than a file of its size may claim; a network that is
     # smaller still (almost all zeros) is filled up with zero bytes.
     short = (compressed.layout.size - _FREE_WEIGHTS) // _WEIGHTS_PER_BYTE - sum(map(len, stored.values()))
@@ -118,9 +119,10 @@ def dumps(compressed: Compressed, posterior: Posterior = Posterior.CENTRE) -> by
         record=compressed.record,
     )
     raw = header.to_json()
-    packed = codec.squeeze(raw)
+    packed = codec.squeeze(raw, HEADER_RATIO)
     if max(len(raw), len(packed)) > HEADER_LIMIT:
         raise FileError(f"the header would be {len(raw):,} bytes, 2^24 are allowed: shorten the record")
+    Header.from_json(raw)  # what cannot be read is not written
     prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(packed), len(raw), zlib.crc32(packed))
     return b"".join((prefix, packed, *stored.values()))
 
@@ -143,13 +145,18 @@ class Reader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with _naming(self.path):
+            _check_machine()
             with self.path.open("rb") as file:
                 self.file_bytes = file.seek(0, os.SEEK_END)
                 file.seek(0)
                 prefix = file.read(_PREFIX.size)
                 raw_size, packed = _header_block(prefix, file, self.file_bytes)
-            self.header = Header.from_json(codec.unsqueeze(packed, raw_size))
+            with _within("header"):
+                raw = codec.unsqueeze(packed, raw_size, HEADER_RATIO)
+            self.header = Header.from_json(raw)
             self._starts = self._checked_starts(_PREFIX.size + len(packed))
+            sizes = (stream.size for stream in self.header.streams)
+            self._stream_starts = list(accumulate(sizes, initial=self._starts["indices"]))
             self._tables_read: list[Table] | None = None
 
     @property
@@ -168,20 +175,24 @@ class Reader:
         """The codebooks, each ascending."""
         with _naming(self.path):
             raw = self._section("codebooks")
-            whole = _tensor(raw, self.header.codebook_dtype, (-1,))
-            if whole.numel() != sum(self.header.codebook_sizes):
-                raise FileError("the codebooks are not as long as the header says")
-            books = whole.split(list(self.header.codebook_sizes))
-            if not bool(torch.isfinite(whole).all()) or any(bool((b.diff() <= 0).any()) for b in books):
-                raise FileError("a codebook is not ascending and finite")
-            return tuple(book.clone() for book in books)
+            with _within("section 'codebooks'"):
+                whole = _tensor(raw, self.header.codebook_dtype, (-1,))
+                if whole.numel() != sum(self.header.codebook_sizes):
+                    raise FileError(
+                        f"there are {whole.numel():,} values, the header says {sum(self.header.codebook_sizes):,}"
+                    )
+                books = tuple(book.clone() for book in whole.split(list(self.header.codebook_sizes)))
+                _check_ascending(books)
+            return books
 
     def indices(self, name: str) -> Tensor:
         """The indices of one tensor, in its shape."""
         entry = self.header.layout.entry(name)
         with _naming(self.path):
             position = self.header.layout.entries.index(entry)
-            return self._indices(position, self._tables()).view(entry.shape)
+            tables = self._tables()
+            with self.path.open("rb") as file:
+                return torch.from_numpy(self._indices(file, position, tables)).view(entry.shape)
 
     def tensor(self, name: str) -> Tensor:
         """The values of one tensor; of the coded indices only its own stream is read."""
@@ -199,7 +210,9 @@ class Reader:
     def untouched(self) -> dict[str, Tensor]:
         """Every tensor that is not compressed."""
         with _naming(self.path):
-            return _untouched(self._section("untouched"), self.header.untouched)
+            raw = self._section("untouched")
+            with _within("section 'untouched'"):
+                return _untouched(raw, self.header.untouched)
 
     def compressed(self) -> Compressed:
         """Everything."""
@@ -208,13 +221,15 @@ class Reader:
             books = self.codebooks()
             tables = self._tables()
             indices = torch.empty(header.layout.size, dtype=index_dtype(max(header.codebook_sizes)))
-            for position, entry in enumerate(header.layout.entries):
-                indices[entry.span] = self._indices(position, tables)
+            whole = indices.numpy()
+            with self.path.open("rb") as file:
+                for position, entry in enumerate(header.layout.entries):
+                    whole[entry.span] = self._indices(file, position, tables)
             found = Compressed(
                 header.layout, books, header.divisions, indices, self.untouched(), record=header.record
             )
             if any(self._section("padding")):
-                raise FileError("the padding is not zero")
+                raise FileError("section 'padding': a byte is not zero")
             return self._with_posterior(found)
 
     def _checked_starts(self, start: int) -> dict[str, int]:
@@ -231,7 +246,7 @@ class Reader:
                 f"the file has {self.file_bytes:,} bytes, its header says {start:,}: it is {what}"
             )
         if sum(stream.size for stream in self.header.streams) != self._size("indices"):
-            raise FileError("the streams are not as long as their section")
+            raise FileError("section 'indices': the streams of the tensors are not as long as it in all")
         weights = self.header.layout.size
         if weights > _FREE_WEIGHTS + _WEIGHTS_PER_BYTE * self.file_bytes:
             raise FileError(
@@ -239,7 +254,9 @@ class Reader:
             )
         wanted = sum(item.size for item in self.header.untouched)
         if wanted != self._raw_size("untouched"):
-            raise FileError("the untouched tensors are not as long as their section")
+            raise FileError(
+                f"section 'untouched': its tensors have {wanted:,} bytes, it {self._raw_size('untouched'):,}"
+            )
         return starts
 
     def _size(self, name: str) -> int:
@@ -250,87 +267,147 @@ class Reader:
 
     def _section(self, name: str) -> bytes:
         section = next(section for section in self.header.sections if section.name == name)
-        block = self._read(self._starts[name], section.size, section.crc32, f"section {name!r}")
-        if name == "padding":
-            return block
-        return codec.unsqueeze(block, section.raw) if block else b""
-
-    def _read(self, start: int, size: int, crc32: int, what: str) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(start)
-            block = file.read(size)
-        if len(block) != size:
-            raise FileError(f"{what} is cut off after {len(block):,} of {size:,} bytes")
-        if zlib.crc32(block) != crc32:
-            raise FileError(f"{what} is damaged: its checksum does not match")
-        return block
+        with _within(f"section {name!r}"):
+            with self.path.open("rb") as file:
+                block = _read(file, self._starts[name], section.size, section.crc32)
+            if name in _PLAIN_SECTIONS or not block:
+                if len(block) != section.raw:
+                    raise FileError(f"it has {len(block):,} bytes, the header says {section.raw:,}")
+                return block
+            return codec.unsqueeze(block, section.raw)
 
     def _tables(self) -> list[Table]:
         """For each tensor the table that it uses, with totals that agree with the shapes."""
         if self._tables_read is not None:
             return self._tables_read
         entries, streams = self.header.layout.entries, self.header.streams
-        largest = max(self.header.codebook_sizes)
-        rest = iter(self._section("tables"))
-        sharing = sum(e.size for e, s in zip(entries, streams, strict=True) if not s.own_table)
-        shared = Table.read(rest, largest) if sharing else None
-        tables = []
-        for entry, stream, division in zip(entries, streams, self.header.divisions, strict=True):
-            alphabet = max(self.header.codebook_sizes[book] for book in division.codebooks)
-            table = Table.read(rest, alphabet) if stream.own_table else shared
-            assert table is not None  # sharing is not zero if any tensor has no own table
-            expected = entry.size if stream.own_table else sharing
-            if table.total != expected:
-                raise FileError(f"{entry.name}: its table counts {table.total:,} weights, not {expected:,}")
-            tables.append(table)
-        if next(rest, None) is not None:
-            raise FileError("bytes are left over after the frequency tables")
+        books = self.header.codebook_sizes
+        raw = self._section("tables")
+        tables: list[Table] = []
+        with _within("section 'tables'"):
+            numbers = codec.numbers_from_bytes(raw)
+            sharing = sum(e.size for e, s in zip(entries, streams, strict=True) if not s.own_table)
+            shared, at = Table.read(numbers, 0, max(books), sharing) if sharing else (None, 0)
+            for entry, stream, division in zip(entries, streams, self.header.divisions, strict=True):
+                table = shared
+                if stream.own_table:
+                    with _within(f"tensor {entry.name!r}"):
+                        alphabet = max(books[book] for book in division.codebooks)
+                        table, at = Table.read(numbers, at, alphabet, entry.size)
+                assert table is not None  # sharing is not zero if any tensor has no own table
+                tables.append(table)
+            if at != len(numbers):
+                raise FileError(f"{len(numbers) - at:,} numbers are left over after the last table")
         self._tables_read = tables
         return tables
 
-    def _indices(self, position: int, tables: Sequence[Table]) -> Tensor:
+    def _indices(self, file: BinaryIO, position: int, tables: Sequence[Table]) -> codec.Integers:
         entry, stream = self.header.layout.entries[position], self.header.streams[position]
-        start = self._starts["indices"] + sum(s.size for s in self.header.streams[:position])
-        block = self._read(start, stream.size, stream.crc32, f"tensor {entry.name!r}")
-        symbols = codec.decode(block, tables[position], entry.size)
-        found = torch.from_numpy(symbols).to(index_dtype(max(self.header.codebook_sizes)))
-        division = self.header.divisions[position]
-        parts = found.view(entry.shape or (1,)).tensor_split(len(division.codebooks), division.axis)
-        for book, part in zip(division.codebooks, parts, strict=True):
-            if int(part.max()) >= self.header.codebook_sizes[book]:
-                raise FileError(f"{entry.name}: an index is beyond its codebook")
+        books = np.array(self.header.codebook_sizes)
+        dtype = torch.empty(0, dtype=index_dtype(int(books.max()))).numpy().dtype
+        with _within(f"tensor {entry.name!r}"):
+            block = _read(file, self._stream_starts[position], stream.size, stream.crc32)
+            found = codec.decode(block, tables[position], entry.size, dtype)
+            _check_range(found, entry.shape, self.header.divisions[position], books)
         return found
 
     def _with_posterior(self, found: Compressed) -> Compressed:
         kind = self.header.posterior
         raw = self._section("posterior")
-        if kind is Posterior.CENTRE:
-            sigma = _tensor(raw, found.layout.dtype, (-1,))
-            if sigma.numel() != sum(self.header.codebook_sizes) or not _is_sigma(sigma):
-                raise FileError("the posterior does not fit the codebooks")
-            books = tuple(part.clone() for part in sigma.split(list(self.header.codebook_sizes)))
-            return replace(found, centre_sigma=books)
-        if kind is Posterior.WEIGHT:
-            return replace(found, weight_sigma=sigmacodec.decode(found, raw))
-        if raw:
-            raise FileError("there are bytes of a posterior where the header says there is none")
-        return found
+        with _within("section 'posterior'"):
+            if kind is Posterior.CENTRE:
+                sigma = _tensor(raw, found.layout.dtype, (-1,))
+                if sigma.numel() != sum(self.header.codebook_sizes):
+                    raise FileError(f"there are {sigma.numel():,} sigmas, not one for each codebook value")
+                _check_sigma(sigma)
+                books = tuple(part.clone() for part in sigma.split(list(self.header.codebook_sizes)))
+                return replace(found, centre_sigma=books)
+            if kind is Posterior.WEIGHT:
+                return replace(found, weight_sigma=sigmacodec.decode(found, raw))
+            if raw:
+                raise FileError("it has bytes where the header says that there is no posterior")
+            return found
 
 
 def _header_block(prefix: bytes, file: BinaryIO, file_bytes: int) -> tuple[int, bytes]:
     if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
         raise FileError("this is not a .pwfn file")
     _, version, flags, size, raw_size, crc32 = _PREFIX.unpack(prefix)
-    if version != VERSION or flags != 0:
-        raise FileError(
-            f"version {version} (flags {flags}) is not known here, only {VERSION}: use a newer pwfn"
-        )
-    if max(size, raw_size) > HEADER_LIMIT or size > file_bytes - _PREFIX.size:
-        raise FileError(f"the header claims {size:,} bytes, more than the file has or than is allowed")
-    packed = file.read(size)
-    if len(packed) != size or zlib.crc32(packed) != crc32:
-        raise FileError("the header is damaged: its checksum does not match")
-    return raw_size, packed
+    if version != VERSION:
+        raise FileError(f"it has version {version} of the format, known here is {VERSION}: use a newer pwfn")
+    if flags != 0:
+        raise FileError(f"it has flags {flags:#06x} that are not known here: use a newer pwfn")
+    if max(size, raw_size) > HEADER_LIMIT:
+        raise FileError(f"the header claims {max(size, raw_size):,} bytes: 2^24 are allowed")
+    if size > file_bytes - _PREFIX.size:
+        raise FileError(f"the header claims {size:,} bytes, the file has {file_bytes:,}: it is truncated")
+    with _within("header"):
+        return raw_size, _read(file, _PREFIX.size, size, crc32)
+
+
+def _read(file: BinaryIO, start: int, size: int, crc32: int) -> bytes:
+    file.seek(start)
+    block = file.read(size)
+    if len(block) != size:
+        raise FileError(f"it is cut off after {len(block):,} of {size:,} bytes")
+    if zlib.crc32(block) != crc32:
+        raise FileError("it is damaged: its checksum does not match")
+    return block
+
+
+def _check(compressed: Compressed) -> None:
+    """What a reader would refuse is not written; :class:`Header` checks the rest."""
+    _check_machine()
+    layout, books = compressed.layout, compressed.codebooks
+    if {book.dtype for book in books} != {layout.dtype}:
+        raise FileError(f"the codebooks are not of type {layout.dtype}, as the layout's vector is")
+    _check_ascending(books)
+    if compressed.indices.shape != (layout.size,):
+        raise FileError(f"there are {compressed.indices.numel():,} indices for {layout.size:,} weights")
+    sizes = np.array([book.numel() for book in books])
+    for entry, division in zip(layout.entries, compressed.divisions, strict=True):
+        with _within(f"tensor {entry.name!r}"):
+            _check_range(_symbols(compressed.indices[entry.span]), entry.shape, division, sizes)
+    for sigma in (compressed.weight_sigma, *(compressed.centre_sigma or ())):
+        if sigma is not None:
+            if sigma.dtype != layout.dtype:
+                raise FileError(f"sigma is of type {sigma.dtype}, not {layout.dtype} as the codebooks are")
+            _check_sigma(sigma)
+
+
+def _check_machine() -> None:
+    if sys.byteorder != "little":
+        raise FileError("files are read and written on little-endian machines only")
+
+
+def _check_ascending(books: Sequence[Tensor]) -> None:
+    whole = torch.cat(list(books))
+    falls = whole.diff() <= 0
+    ends = torch.tensor([book.numel() for book in books]).cumsum(0)[:-1] - 1
+    falls[ends] = False  # from one codebook to the next
+    if not bool(torch.isfinite(whole).all()) or bool(falls.any()):
+        raise FileError("a codebook is not finite and ascending without repetition")
+
+
+def _check_range(
+    indices: codec.Integers, shape: tuple[int, ...], division: Division, books: NDArray[np.int64]
+) -> None:
+    """Every index is one into the codebook of its part."""
+    shape = shape or (1,)
+    limits = books[list(division.codebooks)]
+    largest = int(indices.max())
+    if int(indices.min()) >= 0 and largest < limits.min():
+        return
+    along = [1] * len(shape)
+    along[division.axis] = shape[division.axis]
+    limit = limits.repeat(shape[division.axis] // len(limits)).reshape(along)
+    if int(indices.min()) < 0 or bool((indices.reshape(shape) >= limit).any()):
+        raise FileError(f"an index is beyond its codebook of {limits.min():,} to {limits.max():,} values")
+
+
+def _check_sigma(sigma: Tensor) -> None:
+    if not bool((torch.isfinite(sigma) & (sigma >= 0)).all()):
+        raise FileError("a sigma is negative or not finite")
 
 
 def _posterior_bytes(compressed: Compressed, kind: Posterior) -> bytes:
@@ -376,7 +453,10 @@ def _symbols(indices: Tensor) -> codec.Integers:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if tensor.layout != torch.strided:
+        raise FileError(f"a tensor is stored as {tensor.layout}: make it dense first")
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -387,10 +467,6 @@ def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if dtype is torch.bool and bool((flat.view(torch.uint8) > 1).any()):
         raise FileError("a boolean is neither 0 nor 1")
     return flat.view(shape)
-
-
-def _is_sigma(sigma: Tensor) -> bool:
-    return bool((torch.isfinite(sigma) & (sigma >= 0)).all())
 
 
 @contextmanager
@@ -404,3 +480,12 @@ def _naming(path: Path) -> Iterator[None]:
         raise FileError(f"{path}: {error}") from error.__cause__
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _within(what: str) -> Iterator[None]:
+    """Puts the part of the file that is at fault before an error."""
+    try:
+        yield
+    except FileError as error:
+        raise FileError(f"{what}: {error}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pwfn.codec import MOST_NUMBER
 from pwfn.compressed import Division
 from pwfn.errors import FileError
 from pwfn.layout import Attention, Entry, Kind, Layout, LeftOut
@@ -22,7 +24,9 @@ from pwfn.layout import Attention, Entry, Kind, Layout, LeftOut
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 MOST_AXES = 16
-MOST_NUMBER = 2**48  # of weights, bytes or anything else that is counted
+
+_CHANNELS_LAST_AXES = (4, 5)
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of characters
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -144,17 +148,20 @@ class Header:
             "sections": [[item.name, item.size, item.raw, item.crc32] for item in self.sections],
         }
         try:
-            text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+            return json.dumps(whole, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise FileError(f"the record of the run cannot be written as JSON: {error}") from None
-        return text.encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Header:
         """The header, or an error that names the first field at fault."""
         try:
-            whole = json.loads(raw.decode(), parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
+            whole = json.loads(
+                raw.decode(), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_distinct
+            )
+        except RecursionError:
+            raise FileError("the header is not JSON that can be read: it is nested too deeply") from None
+        except ValueError as error:
             raise FileError(f"the header is not JSON: {error}") from None
         top = _Object(whole, "header")
         tensors = [_Object(item, f"tensors[{i}]") for i, item in enumerate(top.array("tensors"))]
@@ -194,7 +201,8 @@ def _check(header: Header) -> None:
     names = [name for entry in header.layout.entries for name in (entry.name, *entry.aliases)]
     names += [item.name for item in header.untouched]
     if len(set(names)) != len(names):
-        raise FileError("the header names a tensor twice")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FileError(f"the header names the tensor {twice!r} twice")
     if header.codebook_dtype not in (torch.float32, torch.float64):
         raise FileError(f"codebooks of {header.codebook_dtype}: allowed are float32 and float64")
     if header.codebook_dtype != header.layout.dtype:
@@ -208,9 +216,11 @@ def _check(header: Header) -> None:
         parts = len(division.codebooks)
         fits = division.axis < len(shape) and parts > 0 and shape[division.axis] % parts == 0
         if not fits or any(book >= len(header.codebook_sizes) for book in division.codebooks):
-            raise FileError(f"{entry.name}: its codebooks do not fit its shape {entry.shape}")
+            raise FileError(f"tensor {entry.name!r}: its codebooks do not fit its shape {entry.shape}")
         if entry.size == 0 or not entry.dtype.is_floating_point:
-            raise FileError(f"{entry.name} is empty or not of a floating-point type")
+            raise FileError(f"tensor {entry.name!r} is empty or not of a floating-point type")
+        if entry.channels_last and len(shape) not in _CHANNELS_LAST_AXES:
+            raise FileError(f"tensor {entry.name!r}: {len(shape)} axes have no order with the channels last")
 
 
 def _entry(tensor: _Object, offset: int) -> Entry:
@@ -297,18 +307,19 @@ class _Object:
         return self.value[key]
 
     def _fault(self, key: str, wanted: str) -> FileError:
-        shown = repr(self.value.get(key))
-        return FileError(f"{self.where}.{key} of the header is {shown[:60]}: {wanted} is needed")
+        value = self.value.get(key)
+        shown = f"a {type(value).__name__}" if isinstance(value, (dict, list)) else repr(value)[:60]
+        return FileError(f"{self.where}.{key} of the header is {shown}: {wanted} is needed")
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self.value.get(key, default) if default is not None else self.need(key)
-        if not isinstance(value, str):
-            raise self._fault(key, "a string")
+        if not isinstance(value, str) or _UNSEEN.search(value):
+            raise self._fault(key, "a string without control characters")
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
         value = self.value.get(key, default) if default is not None else self.need(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_NUMBER:
+        if type(value) is not int or not 0 <= value <= MOST_NUMBER:
             raise self._fault(key, "a whole number from 0 to 2^48")
         return value
 
@@ -326,19 +337,22 @@ class _Object:
 
     def texts(self, key: str) -> list[str]:
         value = self.value.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if not isinstance(value, list):
             raise self._fault(key, "a list of strings")
-        return value
+        return [_Object({key: item}, self.where).text(key) for item in value]
 
     def numbers(self, key: str, default: list[int] | None = None) -> list[int]:
         value = self.value.get(key, default) if default is not None else self.need(key)
         if not isinstance(value, list):
             raise self._fault(key, "a list of whole numbers")
-        return [_Object({key: item}, self.where).number(key) for item in value]
+        if not all(type(item) is int and 0 <= item <= MOST_NUMBER for item in value):
+            raise self._fault(key, "a list of whole numbers from 0 to 2^48")
+        return value
 
     def shape(self, key: str) -> tuple[int, ...]:
         axes = self.numbers(key)
-        if len(axes) > MOST_AXES or math.prod(axes) > MOST_NUMBER:
+        # Axes of length 0 do not count: torch multiplies the others, and that must not overflow.
+        if len(axes) > MOST_AXES or math.prod(axis for axis in axes if axis) > MOST_NUMBER:
             raise self._fault(key, f"at most {MOST_AXES} axes and 2^48 elements")
         return tuple(axes)
 
@@ -374,5 +388,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _finite(text: str) -> float:
+    """A number that is none (NaN) or too large for one is refused, so that what is read can be written."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return number
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A key that occurs twice would mean different things to different readers."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -284,23 +285,34 @@ class _Run:
 
 
 def _record(config: Config, progress: Progress, after: Scores | None) -> dict[str, Any]:
-    """The facts of a run that its file keeps."""
+    """The facts of a run that its file keeps, as JSON can hold them."""
     return {
         "method": "pwfn",
         "settings": config.to_dict(),
-        "before": asdict(progress.before) if progress.before else None,
-        "after": asdict(after) if after else None,
+        "before": _plain(progress.before),
+        "after": _plain(after),
         "rounds": [
             {
                 "fraction": done.fix.fraction,
-                "loss": done.loss,
-                "metric": done.scores.metric if done.scores else None,
+                "loss": _finite(done.loss),
+                "metric": _finite(done.scores.metric) if done.scores else None,
                 "entropy_bits": done.fixed.entropy_bits,
                 "unique": done.fixed.unique,
             }
             for done in progress.rounds
         ],
     }
+
+
+def _plain(scores: Scores | None) -> dict[str, Any] | None:
+    if scores is None:
+        return None
+    return {"loss": _finite(scores.loss), "metric": _finite(scores.metric), "examples": scores.examples}
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no NaN; a validation loss may well be, and the network must be saved all the same."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:

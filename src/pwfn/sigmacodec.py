@@ -33,8 +33,9 @@ def encode(compressed: Compressed) -> bytes:
     centres = _centres(compressed)
     distinct, rank = np.unique(sigma, return_inverse=True)
     groups, group, counts = np.unique(centres * len(distinct) + rank, return_inverse=True, return_counts=True)
+    plain = _PLAIN + codec.shuffled(sigma.tobytes(), sigma.itemsize)
     if len(groups) > _MOST_GROUPS:
-        return _PLAIN + codec.shuffled(sigma.tobytes(), sigma.itemsize)
+        return plain
     at_centre = groups // len(distinct)
     gaps = np.diff(at_centre, prepend=0)
     table = codec.numbers_to_bytes(np.stack((gaps, counts), 1).reshape(-1).tolist())
@@ -45,7 +46,8 @@ def encode(compressed: Compressed) -> bytes:
             coder.encode_reverse((group[order[start:stop]] - first).astype(np.int32), model)
     words = coder.get_compressed().astype("<u4").tobytes()
     head = struct.pack("<II", len(groups), len(table))
-    return b"".join((_GROUPED, head, table, distinct[groups % len(distinct)].tobytes(), words))
+    grouped = b"".join((_GROUPED, head, table, distinct[groups % len(distinct)].tobytes(), words))
+    return grouped if len(grouped) < len(plain) else plain
 
 
 def decode(compressed: Compressed, raw: bytes) -> Tensor:
@@ -55,45 +57,41 @@ def decode(compressed: Compressed, raw: bytes) -> Tensor:
     size = compressed.layout.size
     if raw[:1] == _PLAIN:
         if len(raw) != 1 + size * dtype.itemsize:
-            raise FileError("the posterior is not as long as there are weights")
+            raise FileError(f"its {len(raw) - 1:,} bytes are not one sigma for each of {size:,} weights")
         sigma = np.frombuffer(codec.unshuffled(raw[1:], dtype.itemsize), dtype)
     elif raw[:1] == _GROUPED and len(raw) >= 9:
         sigma = _grouped(compressed, raw[1:], dtype)
     else:
-        raise FileError("the posterior is of an unknown kind")
+        raise FileError(f"its coding is of unknown kind {raw[:1].hex() or 'none'}: allowed are 00 and 01")
     if not (np.isfinite(sigma) & (sigma >= 0)).all():
-        raise FileError("the posterior has a sigma that is negative or not finite")
+        raise FileError("a sigma is negative or not finite")
     return torch.from_numpy(sigma.copy())
 
 
 def _grouped(compressed: Compressed, raw: bytes, dtype: np.dtype[np.floating]) -> NDArray[np.floating]:
     number, table_bytes = struct.unpack("<II", raw[:8])
     stop = 8 + table_bytes + number * dtype.itemsize
-    if not 0 < number <= _MOST_GROUPS or stop > len(raw) or (len(raw) - stop) % 4:
-        raise FileError("the posterior's lengths do not agree")
-    numbers = iter(raw[8 : 8 + table_bytes])
-    pairs = [(codec.read_number(numbers), codec.read_number(numbers)) for _ in range(number)]
-    if next(numbers, None) is not None:
-        raise FileError("bytes are left over after the posterior's table")
-    at_centre = np.cumsum([gap for gap, _ in pairs], dtype=np.int64)
-    counts = np.array([count for _, count in pairs], dtype=np.int64)
+    if not 0 < number <= _MOST_GROUPS or stop > len(raw):
+        raise FileError(f"{number:,} groups and a table of {table_bytes:,} bytes do not fit its {len(raw):,}")
+    numbers = codec.numbers_from_bytes(raw[8 : 8 + table_bytes])
+    if len(numbers) != 2 * number:
+        raise FileError(f"its table has {len(numbers):,} numbers, {number:,} groups need two each")
+    # A step beyond the last centre is as wrong as one just beyond it, whose sum cannot wrap around.
+    most = sum(book.numel() for book in compressed.codebooks)
+    at_centre, counts = np.cumsum(numbers[::2].clip(0, most)), numbers[1::2]
     values = np.frombuffer(raw[8 + table_bytes : stop], dtype)
     centres = _centres(compressed)
-    most = sum(book.numel() for book in compressed.codebooks)
-    here = np.bincount(at_centre.clip(0, most), counts, most + 1)[:most]
-    if counts.min() < 1 or not np.array_equal(here, np.bincount(centres, minlength=most)):
-        raise FileError("the posterior's counts do not agree with the indices")
-    try:
-        coder = constriction.stream.stack.AnsCoder(np.frombuffer(raw[stop:], "<u4").astype(np.uint32))
-    except ValueError as error:
-        raise FileError(f"the posterior's stream is not one of the coder's: {error}") from None
+    here = np.bincount(at_centre.clip(0, most), counts, most + 1)
+    if counts.min() < 1 or not np.array_equal(here, np.bincount(centres, minlength=most + 1)):
+        raise FileError("its counts do not agree with the indices")
+    coder = codec.coder_of(raw[stop:])
     sigma = np.empty(len(centres), dtype)
     order = np.argsort(centres, kind="stable")
     for start, end, model, first in _runs(at_centre, counts):
         local = coder.decode(model, end - start) if model is not None else 0
         sigma[order[start:end]] = values[first + local]
     if not coder.is_empty():
-        raise FileError("the posterior's stream does not end after its last symbol")
+        raise FileError("its stream does not end after its last symbol")
     return sigma
 
 
@@ -116,6 +114,6 @@ def _runs(
     for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         here = counts[first:last]
         stop = start + int(here.sum())
-        model = Table(np.arange(last - first, dtype=np.int32), here).model() if last - first > 1 else None
+        model = Table(np.arange(last - first, dtype=np.int32), here).model if last - first > 1 else None
         yield start, stop, model, first
         start = stop

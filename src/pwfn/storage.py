@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Gives a temporary path beside the target, and renames it to the target if all went well.
 
     What was at the target stays until the new file is complete and on disk; on an error of the
-    system (no space, no permission, no such folder) it stays for good, and the error says so.
+    system (no space, no permission, no such folder) it stays for good, and the error says so. A
+    target that is a link, or has a mode of its own, keeps them.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with replacing(Path(folder) / "a.txt") as temporary:
@@ -25,28 +27,42 @@ def replacing(path: str | Path) -> Iterator[Path]:
     'whole'
     """
     path = Path(path)
-    if path.is_dir():
-        raise FileError(f"{path}: is a folder: name a file in it")
     temporary: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        target = Path(os.path.realpath(path))
+        mode = _mode_of(target, path)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:32]}.", suffix=".part", dir=target.parent)
         os.close(handle)
         temporary = Path(name)
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(_usual_mode())
-        temporary.replace(path)
+        temporary.chmod(mode)
+        temporary.replace(target)
     except OSError as error:
-        kept = "; what was there before is as it was" if path.exists() else ""
+        kept = "; what was there before is as it was" if os.path.lexists(path) else ""
         raise FileError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
 
 
-def _usual_mode() -> int:
-    """The mode a new file would have; the process's mask can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+def _mode_of(target: Path, path: Path) -> int:
+    """The mode that the new file shall have: the old one's, or else what any new file gets."""
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        # The process's mask can only be read by setting it.
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return 0o666 & ~mask
+    if stat.S_ISDIR(mode):
+        raise FileError(f"{path}: is a folder: name a file in it")
+    if not stat.S_ISREG(mode):
+        raise FileError(f"{path}: is not an ordinary file and would be replaced by one: name another")
+    # A rename needs no permission to write the old file, so that is asked for; root has every permission.
+    if not mode & 0o222 or not os.access(target, os.W_OK):
+        raise FileError(
+            f"{path}: is read-only, and is left as it was: make it writable, or name another file"
+        )
+    return stat.S_IMODE(mode)
