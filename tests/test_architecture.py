@@ -34,8 +34,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("posterior",),
     ("metrics",),
     ("inspection",),
+    ("batches", "randomness"),
     ("training",),
     ("pipeline",),
+    ("checkpoint",),
     ("demo",),
     ("cli",),
 )

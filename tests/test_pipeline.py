@@ -22,7 +22,7 @@ import pwfn
 from pwfn import Config, DataError, DivergedError, Progress, PwfnError, Result, WeightError, compress
 from pwfn.errors import ConfigError
 from pwfn.pow2 import order
-from pwfn.training import seeded
+from pwfn.randomness import seeded
 
 CPU = torch.device("cpu")
 Batches = list[tuple[Tensor, Tensor]]

@@ -19,19 +19,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pwfn import Config, GaussianNetwork
+from pwfn.batches import Batch, Source
 from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import DataError, DivergedError, LayoutError
+from pwfn.randomness import seeded
 from pwfn.training import (
-    Batch,
     Objective,
     Scores,
-    Source,
     accuracy,
     divergence,
     evaluate,
     fit,
     reestimate_batchnorm,
-    seeded,
     steps_in,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pwfn.batches import Source
 from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.errors import ConfigError, WeightError
 from pwfn.metrics import Pool, Summary, summarise
 from pwfn.posterior import FixRecord, GaussianNetwork
+from pwfn.randomness import random_states, restore_random_states, seeded
 from pwfn.training import (
-    Batch,
+    Fitting,
     LossFn,
     Objective,
     Scores,
-    Source,
     accuracy,
     divergence,
     evaluate,
     fit,
     reestimate_batchnorm,
-    seeded,
     steps_in,
 )
 
@@ -51,15 +51,21 @@ class Round:
 
 @dataclass
 class Progress:
-    """How far a run has come: its rounds, and the network's state after the last of them.
+    """How far a run has come: its rounds, and all that it takes to go on after the last of them.
 
     An error raised in mid-run carries it as ``error.progress``; ``compress(..., resume=progress)``
-    goes on from there, with the same settings or with others (a lower learning rate, say).
+    goes on from there, with the same settings or with others (a lower learning rate, say). With the
+    same settings, and loaders that give the same epochs again (:class:`pwfn.data.Epochs`), the result
+    is the very one that the uninterrupted run would have had.
     """
 
     rounds: list[Round] = field(default_factory=list)
     before: Scores | None = None
     state: dict[str, Any] | None = None  # state dict of the GaussianNetwork, on the CPU
+    finished: int = 0  # how many of the steps after the last round are done
+    batches: int = 0  # batches drawn from the training data
+    random: dict[str, Any] | None = None  # every random state
+    fitting: Fitting | None = None  # a stretch of training that was begun, if in the midst of one
 
     def network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
         """The network as it was after the last finished round, made from the original model."""
@@ -78,6 +84,10 @@ class Progress:
                 "the progress does not fit the model: it is of another network, or of other "
                 "layout.include and layout.exclude"
             ) from error
+
+
+Keep = Callable[[Callable[[], Progress]], None]
+"""Is given, after every step, a function that takes the progress at that step."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,7 @@ def compress(
     device: torch.device | str | None = None,
     on_round: Callable[[Progress], None] | None = None,
     resume: Progress | None = None,
+    keep: Keep | None = None,
 ) -> Result:
     """Turn a pre-trained network into one whose weights take a handful of values.
 
@@ -133,6 +144,8 @@ def compress(
         device: where to run; the model's own unless given.
         on_round: called after every round with the progress so far.
         resume: the progress of a run that stopped; left as it is.
+        keep: called after every training step with a function that gives the progress at that very
+            step, to be called (and its result stored) only now and then.
 
     The same seed on the same machine gives a bit-identical result. Random states are put back as
     they were. An error in mid-run, or an interrupt, carries what was reached as ``error.progress``.
@@ -156,7 +169,7 @@ def compress(
         run = _Run(model, train_loader, val_loader, config, where, loss_fn, metric, distill)
         progress = replace(resume, rounds=list(resume.rounds))
         try:
-            return run.whole(progress, on_round)
+            return run.whole(progress, on_round, keep)
         except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
             error.progress = progress  # type: ignore[attr-defined]
             raise
@@ -188,27 +201,31 @@ class _Run:
         self.objective = Objective(loss_fn, self.original if compare else None, compare)
         self.epoch = self.train.steps_per_epoch(config.training)
 
-    def whole(self, progress: Progress, on_round: Callable[[Progress], None] | None) -> Result:
-        schedule, finish = self.config.schedule, self.config.finish
+    def whole(
+        self, progress: Progress, on_round: Callable[[Progress], None] | None, keep: Keep | None
+    ) -> Result:
+        schedule = self.config.schedule
         if progress.state is None:
             progress.before = self.scores(self.original)
         progress.restore(self.net)
+        self.batches = self.train.endless(progress.batches)
+        self.keep, self.progress = keep, progress
+        if progress.random is not None:
+            restore_random_states(progress.random)
         reached = progress.rounds[-1].fix.fraction if progress.rounds else 0.0
-        batches = self.train.endless()
-        total = len(schedule.fractions)
         for number, fraction in enumerate(schedule.fractions, 1):
             if fraction <= reached:
                 continue
-            epochs = schedule.warmup_epochs if number == 1 else schedule.epochs_per_round
-            done = self.round(number, total, fraction, epochs, batches)
-            progress.rounds.append(done)
-            progress.state = _on_cpu(self.net.state_dict())
+            progress.rounds.append(self.round(number, fraction))
+            self.advance()
             if on_round is not None:
                 on_round(progress)
-        if finish.reestimate_batchnorm:
-            self.reestimate(batches)
-        if self.polish(batches) and finish.reestimate_batchnorm:
-            self.reestimate(batches)
+        # Statistics fit the point estimate, then the parameters the statistics, then once more.
+        for number, step in enumerate((self.reestimate, self.polish, self.reestimate)):
+            if number >= progress.finished:
+                step()
+                progress.finished = number + 1
+                self.advance()
         compressed = self.net.finish()
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)))
         return Result(
@@ -222,12 +239,47 @@ class _Run:
             _original=self.original,
         )
 
-    def round(
-        self, number: int, total: int, fraction: float, epochs: float, batches: Iterator[Batch]
-    ) -> Round:
+    def advance(self) -> None:
+        """Note where the run is, between two stretches of training."""
+        progress = self.progress
+        progress.state, progress.fitting = _on_cpu(self.net.state_dict()), None
+        progress.batches, progress.random = self.batches.drawn, random_states()
+
+    def fit(self, optimizer: torch.optim.Optimizer, steps: int, where: str) -> float:
+        """Train, from the beginning or from where the progress says that this stretch was left."""
+        start, self.progress.fitting = self.progress.fitting, None
+        return fit(
+            self.net,
+            self.batches,
+            steps,
+            self.objective,
+            self.config.training,
+            optimizer=optimizer,
+            where=where,
+            start=start,
+            after_step=self.after_step if self.keep is not None else None,
+        )
+
+    def after_step(self, snapshot: Callable[[], Fitting]) -> None:
+        def progress() -> Progress:
+            fitting = snapshot()
+            return replace(
+                self.progress,
+                rounds=list(self.progress.rounds),
+                state=_on_cpu(self.net.state_dict()),
+                batches=self.batches.drawn,
+                random=random_states(),
+                fitting=fitting,
+            )
+
+        if self.keep is not None:
+            self.keep(progress)
+
+    def round(self, number: int, fraction: float) -> Round:
         """Train with fresh optimiser state, then fix up to the fraction."""
         started = time.perf_counter()
-        config, net = self.config.training, self.net
+        config, net, schedule = self.config.training, self.net, self.config.schedule
+        epochs = schedule.warmup_epochs if number == 1 else schedule.epochs_per_round
         steps = steps_in(epochs, self.epoch)
         optimizer = torch.optim.SGD(
             net.parameter_groups(
@@ -237,12 +289,8 @@ class _Run:
             ),
             momentum=config.momentum,
         )
-        where = f"round {number} of {total}"
-        loss = (
-            fit(net, batches, steps, self.objective, config, optimizer=optimizer, where=where)
-            if steps
-            else None
-        )
+        where = f"round {number} of {len(schedule.fractions)}"
+        loss = self.fit(optimizer, steps, where) if steps else None
         quartiles = _quartiles(net.sigma[~net.fixed].detach())
         record = net.fix(fraction)
         return Round(
@@ -256,16 +304,24 @@ class _Run:
             seconds=time.perf_counter() - started,
         )
 
-    def reestimate(self, batches: Iterator[Batch]) -> None:
-        steps = steps_in(self.config.finish.reestimate_epochs, self.epoch)
-        reestimate_batchnorm(self.net, batches, steps, "BatchNorm re-estimation")
+    def reestimate(self) -> None:
+        """Gather BatchNorm statistics at the point estimate; the second time only if polish changed it."""
+        finish = self.config.finish
+        if finish.reestimate_batchnorm and (self.progress.finished == 0 or self.polish_steps):
+            steps = steps_in(finish.reestimate_epochs, self.epoch)
+            reestimate_batchnorm(self.net, self.batches, steps, "BatchNorm re-estimation")
 
-    def polish(self, batches: Iterator[Batch]) -> bool:
-        """Train the uncompressed parameters alone, with noise off; False if there is nothing to do."""
-        steps = steps_in(self.config.finish.polish_epochs, self.epoch)
+    @property
+    def polish_steps(self) -> int:
+        """Steps of polish: none where every parameter is compressed."""
+        trained = any(p.requires_grad for p in self.net.model.parameters())
+        return steps_in(self.config.finish.polish_epochs, self.epoch) if trained else 0
+
+    def polish(self) -> None:
+        """Train the uncompressed parameters alone, with noise off."""
+        if not self.polish_steps:
+            return
         parameters = [p for p in self.net.model.parameters() if p.requires_grad]
-        if not steps or not parameters:
-            return False
         config = self.config.training
         optimizer = torch.optim.SGD(
             parameters,
@@ -274,8 +330,7 @@ class _Run:
             weight_decay=config.weight_decay,
         )
         with self.net.sampling(False):
-            fit(self.net, batches, steps, self.objective, config, optimizer=optimizer, where="polish")
-        return True
+            self.fit(optimizer, self.polish_steps, "polish")
 
     def scores(self, model: nn.Module) -> Scores | None:
         if self.val is None:

@@ -1,170 +1,27 @@
-"""The fit loop, evaluation, BatchNorm re-estimation, and the seeded block they run in."""
+"""The fit loop, evaluation, and BatchNorm re-estimation."""
 
 from __future__ import annotations
 
-import itertools
+import copy
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pwfn.batches import BATCH_ERRORS, Batch, Source, cause
 from pwfn.config import Precision, TrainingConfig
-from pwfn.errors import DataError, DivergedError, PwfnError
+from pwfn.errors import DataError, DivergedError
 from pwfn.posterior import GaussianNetwork
 
 LossFn = Callable[[Any, Any], Tensor]
-_TARGET_KEYS = ("labels", "label", "target", "targets")
 _CHECK_EVERY = 32  # steps between looks at the loss: each look waits for the device
-# What a model or loss raises on a batch it cannot take; anything else is a fault of its own.
-_BATCH_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    IndexError,
-    KeyError,
-    AttributeError,
-    AssertionError,
-)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a loader gave, split into what the model takes and what the loss compares with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any  # None for unlabelled data
-
-    @classmethod
-    def of(cls, raw: Any, device: torch.device) -> Batch:
-        """``(x, y)``, ``(x1, x2, …, y)``, a mapping with ``labels`` or ``target``, or ``x`` alone."""
-        raw = _moved(raw, device)
-        if isinstance(raw, Mapping):
-            key = next((key for key in _TARGET_KEYS if key in raw), None)
-            inputs = {str(name): value for name, value in raw.items() if name != key}
-            return cls((), inputs, raw[key] if key else None)
-        if isinstance(raw, tuple):
-            return cls(raw[:-1], {}, raw[-1]) if len(raw) > 1 else cls(raw, {}, None)
-        return cls((raw,), {}, None)
-
-    @property
-    def size(self) -> int:
-        """Number of examples: the length of the first tensor."""
-        sizes = (x.shape[0] for x in _tensors((self.args, self.kwargs)) if x.dim() > 0)
-        return next(sizes, 1)
-
-    def through(self, model: nn.Module, where: str) -> Any:
-        """The model's output; a batch it cannot take is the user's to mend, and says so."""
-        try:
-            return model(*self.args, **self.kwargs)
-        except torch.OutOfMemoryError as error:
-            raise DataError(
-                f"{where}: out of memory with inputs {self._describe()}: use smaller batches"
-            ) from error
-        except _BATCH_ERRORS as error:
-            raise DataError(
-                f"{where}: the model cannot take inputs {self._describe()}: {_cause(error)}"
-            ) from error
-
-    def _describe(self) -> str:
-        named = [("", value) for value in self.args] + [(f"{k}=", v) for k, v in self.kwargs.items()]
-        return ", ".join(
-            f"{name}{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}"
-            if isinstance(v, Tensor)
-            else f"{name}{type(v).__name__}"
-            for name, v in named
-        )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _moved(raw: Any, device: torch.device) -> Any:
-    if isinstance(raw, Tensor):
-        return raw.to(device, non_blocking=True)
-    if isinstance(raw, Mapping):
-        return {key: _moved(value, device) for key, value in raw.items()}
-    if isinstance(raw, (tuple, list)):
-        return tuple(_moved(value, device) for value in raw)
-    return raw
-
-
-@dataclass(frozen=True)
-class Source:
-    """A loader with its name in messages, on its way to a device."""
-
-    name: str
-    loader: Iterable[Any]
-    device: torch.device
-
-    def steps_per_epoch(self, config: TrainingConfig) -> int:
-        """Batches in an epoch: as configured, or the loader's length."""
-        loader = self._iterable()
-        if config.steps_per_epoch is not None:
-            return config.steps_per_epoch
-        if not isinstance(loader, Sized):
-            raise DataError(
-                f"{self.name} has no length: set training.steps_per_epoch to the number of its batches"
-            )
-        try:
-            length = len(loader)
-        except Exception as error:  # a DataLoader over a data set without a length, say
-            raise DataError(
-                f"{self.name} has no length ({_cause(error)}): set training.steps_per_epoch to the "
-                "number of its batches"
-            ) from error
-        if length == 0:
-            raise DataError(f"{self.name} is empty: it has no batch to train or test on")
-        return length
-
-    def batches(self) -> Iterator[Batch]:
-        """One pass."""
-        loader = self._iterable()
-        iterator: Iterator[Any] | None = None
-        for number in itertools.count(1):
-            try:
-                iterator = iter(loader) if iterator is None else iterator
-                raw = next(iterator)
-            except StopIteration:
-                return
-            except PwfnError:
-                raise
-            except Exception as error:  # a user's data set may raise anything at all
-                raise DataError(f"{self.name} failed at batch {number}: {_cause(error)}") from error
-            yield Batch.of(raw, self.device)
-
-    def endless(self) -> Iterator[Batch]:
-        """Pass after pass; an error if one is empty."""
-        for epoch in itertools.count(1):
-            empty = True
-            for batch in self.batches():
-                empty = False
-                yield batch
-            if empty:
-                why = "is empty" if epoch == 1 else f"gave nothing in pass {epoch}: it can be read only once"
-                raise DataError(f"{self.name} {why}; pass a loader that can be iterated again and again")
-
-    def _iterable(self) -> Iterable[Any]:
-        if not isinstance(self.loader, Iterable):
-            raise DataError(
-                f"{self.name} is a {type(self.loader).__name__}: allowed is an iterable of batches"
-            )
-        return self.loader
 
 
 @dataclass(frozen=True)
@@ -191,18 +48,13 @@ class Objective:
             compare, target = self.loss_fn, batch.target
         try:
             loss = compare(output, target)
-        except _BATCH_ERRORS as error:
+        except BATCH_ERRORS as error:
             raise DataError(
-                f"{where}: the loss cannot take the output and the target: {_cause(error)}"
+                f"{where}: the loss cannot take the output and the target: {cause(error)}"
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
         return loss.reshape(())
-
-
-def _cause(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def divergence(output: Tensor, reference: Tensor) -> Tensor:
@@ -217,6 +69,19 @@ def divergence(output: Tensor, reference: Tensor) -> Tensor:
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """How far a stretch of training has come, with all that it takes to go on from there."""
+
+    step: int  # steps done
+    total: Tensor  # sum of their losses
+    optimizer: dict[str, Any]  # its state dict
+
+
+AfterStep = Callable[[Callable[[], Fitting]], None]
+"""Called after every step with a function that takes a snapshot; it may raise to stop the run."""
+
+
 def fit(
     net: GaussianNetwork,
     batches: Iterator[Batch],
@@ -226,18 +91,24 @@ def fit(
     *,
     optimizer: torch.optim.Optimizer,
     where: str,
+    start: Fitting | None = None,
+    after_step: AfterStep | None = None,
 ) -> float:
     """Train for a number of steps and return the mean task loss.
 
-    The gradient's norm is clipped before the regulariser's part is added: the regulariser's own
-    norm is ``alpha * sqrt(N)``, and clipping the sum would shrink every step.
+    With ``start`` it goes on where that snapshot was taken. The gradient's norm is clipped before
+    the regulariser's part is added: the regulariser's own norm is ``alpha * sqrt(N)``, and clipping
+    the sum would shrink every step.
     """
     net.train()
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     device = net.free_mu.device
     total = torch.zeros((), device=device)
     first_bad = torch.full((), -1, device=device, dtype=torch.int64)
-    for step in range(steps):
+    if start is not None:
+        optimizer.load_state_dict(start.optimizer)
+        total += start.total.to(device)
+    for step in range(start.step if start is not None else 0, steps):
         batch = next(batches)
         optimizer.zero_grad(set_to_none=True)
         here = f"{where}, step {step + 1}"
@@ -255,7 +126,16 @@ def fit(
         first_bad = torch.where((first_bad < 0) & bad, step, first_bad)
         if step % _CHECK_EVERY == _CHECK_EVERY - 1 or step == steps - 1:
             _check_loss(int(first_bad), steps, where)
+        if after_step is not None:
+            after_step(partial(_snapshot, step + 1, total, first_bad, optimizer, steps, where))
     return float(total) / max(steps, 1)
+
+
+def _snapshot(
+    step: int, total: Tensor, first_bad: Tensor, optimizer: torch.optim.Optimizer, steps: int, where: str
+) -> Fitting:
+    _check_loss(int(first_bad), steps, where)  # a network that has diverged is not worth going on with
+    return Fitting(step, total.detach().cpu().clone(), copy.deepcopy(optimizer.state_dict()))
 
 
 def _backward(loss: Tensor, where: str) -> None:
@@ -264,7 +144,7 @@ def _backward(loss: Tensor, where: str) -> None:
     try:
         loss.backward()
     except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
-        raise DataError(f"{where}: the loss has no gradient: {_cause(error)}") from error
+        raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
 
 
 def _check_loss(first_bad: int, steps: int, where: str) -> None:
@@ -334,10 +214,10 @@ def evaluate(
 def _score(metric: LossFn, output: Any, target: Any, where: str) -> Tensor:
     try:
         return torch.as_tensor(metric(output, target)).double().reshape(())
-    except _BATCH_ERRORS as error:
+    except BATCH_ERRORS as error:
         raise DataError(
             f"{where}: the metric cannot take the output and the target, or is not a single number: "
-            f"{_cause(error)}"
+            f"{cause(error)}"
         ) from error
 
 
@@ -391,31 +271,6 @@ def steps_in(epochs: float, steps_per_epoch: int) -> int:
     (20, 1173, 0)
     """
     return math.ceil(epochs * steps_per_epoch - 1e-9)
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within the block all random states start from the seed and cuDNN repeats itself exactly.
-
-    Afterwards every state is as it was, so that a run does not disturb its caller.
-    """
-    # torch.manual_seed reaches every CUDA device, so that all of them have a state to put back.
-    uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
-    cuda = range(torch.cuda.device_count()) if uses_cuda else ()
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    cudnn = torch.backends.cudnn
-    flags = cudnn.deterministic, cudnn.benchmark
-    with torch.random.fork_rng(devices=cuda):
-        try:
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            cudnn.deterministic, cudnn.benchmark = True, False
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            cudnn.deterministic, cudnn.benchmark = flags
 
 
 def _autocast(device: torch.device, precision: Precision) -> torch.autocast:

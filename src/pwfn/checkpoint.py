@@ -1,0 +1,153 @@
+"""A run's progress on disk: written whole, checked when it is read, two of them kept.
+
+A checkpoint file is ``PWFNCKPT``, the SHA-256 of what follows, and a torch archive of plain values
+and tensors that is read with ``weights_only``: nothing in it is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pwfn.clustering import FixStep, Move
+from pwfn.errors import FileError
+from pwfn.metrics import Pool
+from pwfn.pipeline import Progress, Round
+from pwfn.posterior import FixRecord
+from pwfn.storage import replacing
+from pwfn.training import Fitting, Scores
+
+_MAGIC = b"PWFNCKPT"
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Store:
+    """The checkpoints of one run: ``checkpoint-000001.pt``, … in a folder."""
+
+    folder: Path
+    identity: Mapping[str, Any]  # what a run must have in common with the one it goes on from
+
+    def save(self, progress: Progress) -> Path:
+        """Write the next checkpoint, and remove all but the newest two."""
+        known = self.paths()
+        number = int(known[-1].stem.rpartition("-")[2]) + 1 if known else 1
+        path = self.folder / f"checkpoint-{number:06d}.pt"
+        buffer = io.BytesIO()
+        torch.save({"identity": dict(self.identity), "progress": to_plain(progress)}, buffer)
+        content = buffer.getvalue()
+        with replacing(path) as temporary:
+            temporary.write_bytes(_MAGIC + hashlib.sha256(content).digest() + content)
+        for old in known[: 1 - _KEPT]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def newest(self) -> Progress | None:
+        """The newest sound checkpoint; None if there is none.
+
+        One that is torn or damaged is passed over for the one before it. A sound one of another
+        run is an error that says in what the two differ.
+        """
+        for path in reversed(self.paths()):
+            found = _read(path)
+            if found is not None:
+                self._check_identity(path, found["identity"])
+                return from_plain(found["progress"])
+        return None
+
+    def paths(self) -> list[Path]:
+        """The files, oldest first."""
+        return sorted(self.folder.glob("checkpoint-[0-9]*.pt"))
+
+    def clear_leftovers(self) -> None:
+        """Remove what a run that was killed while it wrote has left half done."""
+        for path in self.folder.glob(".*.part"):
+            path.unlink(missing_ok=True)
+
+    def _check_identity(self, path: Path, theirs: Mapping[str, Any]) -> None:
+        differing = list(_differences(theirs, self.identity))
+        if differing:
+            raise FileError(
+                f"{path}: is of another run, whose {'; '.join(differing[:5])}: start in another folder, or "
+                "with the settings of that run"
+            )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+    head = len(_MAGIC) + hashlib.sha256().digest_size
+    content = raw[head:]
+    if raw[: len(_MAGIC)] != _MAGIC or hashlib.sha256(content).digest() != raw[len(_MAGIC) : head]:
+        return None
+    found: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return found
+
+
+def _differences(theirs: Any, ours: Any, where: str = "") -> Iterator[str]:
+    """What differs between two nested mappings, as sentences' ends."""
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        for key in sorted(theirs.keys() | ours.keys()):
+            yield from _differences(theirs.get(key), ours.get(key), f"{where}.{key}" if where else str(key))
+    elif theirs != ours:
+        yield f"{where} is {theirs!r}, not {ours!r}"
+
+
+def to_plain(progress: Progress) -> dict[str, Any]:
+    """Plain values and tensors only."""
+    fitting = progress.fitting
+    return {
+        "rounds": [_plain_round(done) for done in progress.rounds],
+        "before": asdict(progress.before) if progress.before else None,
+        "state": progress.state,
+        "finished": progress.finished,
+        "batches": progress.batches,
+        "random": progress.random,
+        "fitting": [fitting.step, fitting.total, fitting.optimizer] if fitting else None,
+    }
+
+
+def from_plain(plain: Mapping[str, Any]) -> Progress:
+    """What ``to_plain`` was given."""
+    return Progress(
+        rounds=[_round(done) for done in plain["rounds"]],
+        before=Scores(**plain["before"]) if plain["before"] else None,
+        state=plain["state"],
+        finished=plain["finished"],
+        batches=plain["batches"],
+        random=plain["random"],
+        fitting=Fitting(*plain["fitting"]) if plain["fitting"] else None,
+    )
+
+
+def _plain_round(done: Round) -> dict[str, Any]:
+    # asdict leaves named tuples as they are, and those are classes of ours.
+    fix = {
+        "fraction": done.fix.fraction,
+        "fixed": done.fix.fixed,
+        "steps": [tuple(step) for step in done.fix.steps],
+        "moves": [tuple(move) for move in done.fix.moves],
+    }
+    return {**asdict(done), "fix": fix}
+
+
+def _round(plain: Mapping[str, Any]) -> Round:
+    fix = plain["fix"]
+    record = FixRecord(
+        fix["fraction"],
+        fix["fixed"],
+        tuple(FixStep(*step) for step in fix["steps"]),
+        tuple(Move(*move) for move in fix["moves"]),
+    )
+    scores = Scores(**plain["scores"]) if plain["scores"] else None
+    quartiles = tuple(plain["sigma_quartiles"])
+    changed = {"fix": record, "fixed": Pool(**plain["fixed"]), "scores": scores, "sigma_quartiles": quartiles}
+    return Round(**{**plain, **changed})
