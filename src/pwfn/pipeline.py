@@ -164,7 +164,7 @@ def compress(
     resume = Progress() if resume is None else resume
     if not isinstance(resume, Progress):
         raise ConfigError(f"resume is a {type(resume).__name__}: allowed is a pwfn.Progress")
-    where = _device(model, device)
+    where = usable_device(_device_of(model) if device is None else device)
     with seeded(config.seed, where):
         run = _Run(model, train_loader, val_loader, config, where, loss_fn, metric, distill)
         progress = replace(resume, rounds=list(resume.rounds))
@@ -370,10 +370,13 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is None:
-        parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-        device = next((p.device for p in parameters), torch.device("cpu"))
+def _device_of(model: nn.Module) -> torch.device:
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """A device by name, tried out; one that cannot be used is an error."""
     try:
         chosen = torch.device(device)
         torch.zeros(1, device=chosen).item()
