@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import pwfn
-from pwfn import Config, cli, data, demo
-from pwfn.errors import PwfnError
+from pwfn import Config, GaussianNetwork, cli, data, demo
+from pwfn.errors import FileError, PwfnError
+from pwfn.inspection import inspect as inspect_file
+from pwfn.models import digits_resnet
 
 WEIGHTS = 9 * (1 * 16 + 2 * 16 * 16 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 64 * 10 + 10
 """Seven 3×3 convolutions without biases, and the linear layer with its bias."""
@@ -165,18 +167,177 @@ def test_commands_are_thin() -> None:
     """Under ten lines each, signature and docstring aside."""
     tree = ast.parse(inspect.getsource(cli))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    assert {"demo", "config", "main"} <= {function.name for function in functions}
+    names = {function.name for function in functions}
+    assert {"top", "demo", "config", "inspect", "export", "main"} <= names
     for function in functions:
         body = function.body[1:] if ast.get_docstring(function) else function.body
         lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
         assert lines < 10, function.name
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ((), ["demo", "config", "inspect", "export", "--debug", "--version"]),
+        (("demo",), ["--preset", "--seed", "--out", "--json", "model.pwfn"]),
+        (("config",), ["--preset", "--json", "TOML"]),
+        (("inspect",), ["--zstd", "--no-zstd", "--json", "A .pwfn file"]),
+        (
+            ("export",),
+            ["--to", "onnx|safetensors|torch", "--out", "--dtype", "--model", "--input-shape", "--json"],
+        ),
+    ],
+    ids=lambda value: "-".join(value) or "top" if isinstance(value, tuple) else "",
+)
+def test_help_names_every_option(call: Any, command: tuple[str, ...], words: list[str]) -> None:
+    status, out, err = call(*command, "--help")
+    assert (status, err) == (0, "")
+    assert [word for word in words if word not in out] == []
+    assert "Usage: " + " ".join(("pwfn", *command)) in out
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The demo's network, untrained and fixed at once: with and without its model's name; and no .pwfn."""
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    net = GaussianNetwork(digits_resnet())
+    net.fix(1.0)
+    paths = {name: folder / f"{name}.pwfn" for name in ("named", "unnamed", "text")}
+    net.finish().save(paths["named"], record={"model": "digits_resnet"})
+    net.finish().save(paths["unnamed"])
+    paths["text"].write_text("not a network\n" * 100)
+    return paths
+
+
+def test_inspect(saved: dict[str, Path]) -> None:
+    path = saved["named"]
+    facts = inspect_file(path)
+    plain, as_json = run(MODULE, "inspect", str(path)), run(MODULE, "inspect", "--json", str(path))
+    assert (plain.returncode, plain.stderr) == (as_json.returncode, as_json.stderr) == (0, "")
+    assert plain.stdout.startswith(f"{path}: {path.stat().st_size:,} bytes for 74,522 weights of ")
+    assert "model: digits_resnet" in plain.stdout
+    assert as_json.stdout.count("\n") == 1
+    assert json.loads(as_json.stdout) == json.loads(json.dumps(facts.to_dict()))
+
+
+def test_inspect_without_zstd(call: Any, saved: dict[str, Path]) -> None:
+    status, out, _ = call("inspect", str(saved["named"]), "--no-zstd", "--json")
+    assert status == 0
+    assert json.loads(out)["zstd19_bytes"] is None
+    assert "zstd" not in call("inspect", str(saved["named"]), "--no-zstd")[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_export_to_torch(call: Any, saved: dict[str, Path], dtype: str, tmp_path: Path) -> None:
+    target = tmp_path / "net.pt"
+    arguments = ("export", str(saved["named"]), "--to", "torch", "--out", str(target), "--dtype", dtype)
+    status, out, err = call(*arguments)
+    assert (status, err) == (0, "")
+    # Weights of the paper's candidates are exact in either; BatchNorm has only ones and zeros here.
+    told = f"in {dtype} the compressed weights are exact, the other tensors exact"
+    assert out == f"{target}: {target.stat().st_size:,} bytes; {told}\n"
+    state = torch.load(target, weights_only=True)
+    wanted = pwfn.load(saved["named"]).dense_state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name].to(tensor.dtype), tensor) for name, tensor in wanted.items())
+    facts = json.loads(call(*arguments, "--json")[1])
+    assert (facts["path"], facts["dtype"], facts["weights_exact"]) == (str(target), dtype, True)
+
+
+def test_export_to_onnx_from_a_shell(saved: dict[str, Path], tmp_path: Path) -> None:
+    target = tmp_path / "net.onnx"
+    done = run(MODULE, "export", str(saved["named"]), "--to", "onnx", "--out", str(target), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    assert facts["path"] == str(target)
+    assert facts["file_bytes"] == target.stat().st_size < 0.3 * 4 * WEIGHTS
+    assert facts["palettes"] == 7  # the first convolution has 144 weights, too few to gain
+    assert facts["largest_error"] <= 1e-5 * max(1.0, facts["largest_output"])
+
+
+def test_export_to_onnx_by_name_and_shape(call: Any, saved: dict[str, Path], tmp_path: Path) -> None:
+    target = tmp_path / "net.onnx"
+    named = ("--model", "digits_resnet", "--input-shape", "1,12,12")
+    status, out, err = call("export", str(saved["unnamed"]), "--to", "onnx", "--out", str(target), *named)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{target}: {target.stat().st_size:,} bytes, 7 tensors as palette and indices; ")
+    assert out.count("\n") == 1
+
+
+MISTAKES: list[tuple[tuple[str, ...], str]] = [
+    (("inspect", "{missing}"), "{missing}: No such file or directory"),
+    (("inspect", "{text}"), "{text}: this is not a .pwfn file"),
+    (("inspect", "{folder}"), "{folder}: Is a directory"),
+    (("export", "{missing}", "--to", "torch"), "{missing}: No such file or directory"),
+    (("export", "{text}", "--to", "onnx"), "{text}: this is not a .pwfn file"),
+    (("export", "{named}", "--to", "torch", "--dtype", "int4"), "dtype is 'int4': allowed is one of fp32,"),
+    (("export", "{named}", "--to", "onnx", "--model", "resnt"), "model 'resnt' is not known to pwfn or timm"),
+    (("export", "{named}", "--to", "onnx", "--model", "cifar_resnet20"), "the model does not match: conv1."),
+    (("export", "{named}", "--to", "onnx", "--model", "python:x.py:f"), "model 'python:x.py:f': there is no"),
+    (("export", "{named}", "--to", "onnx", "--input-shape", "1x8x8"), "input shape '1x8x8' is not a list"),
+    (
+        ("export", "{named}", "--to", "onnx", "--input-shape", "2,8,8"),
+        "SmallResNet cannot run on an input of",
+    ),
+    (("export", "{named}", "--to", "onnx", "--dtype", "bf16"), "dtype 'bf16' is for safetensors and torch"),
+    (("export", "{named}", "--to", "torch", "--model", "resnet18"), "--model and --input-shape are for onnx"),
+    (("export", "{unnamed}", "--to", "onnx"), "the file does not say which model it is of: name it with"),
+    (
+        ("export", "{named}", "--to", "torch", "--out", "{missing}/net.pt"),
+        "{missing}/net.pt: cannot be writt",
+    ),
+    (("export", "{named}", "--to", "torch", "--out", "{folder}"), "{folder}: is a folder: name a file in it"),
+    (("config", "run.toml", "--preset", "paper"), "give a file or --preset, not both"),
+    (("demo", "--out", "{text}"), "{text}: cannot be made a folder: File exists"),
+    (("demo", "--out", "{text}/demo"), "{text}/demo: cannot be made a folder: Not a directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value)[:60] or "none")
+def test_a_mistake_with_a_file_ends_in_one_sentence_and_status_2(
+    call: Any, saved: dict[str, Path], tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    names = {name: str(path) for name, path in saved.items()}
+    names |= {"missing": str(tmp_path / "missing"), "folder": str(tmp_path)}
+    before = {path: path.read_bytes() for path in saved.values()}
+    status, out, err = call(*(argument.format(**names) for argument in arguments))
+    assert (status, out) == (2, "")
+    assert err.startswith("pwfn: " + words.format(**names))
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert {path: path.read_bytes() for path in saved["named"].parent.iterdir()} == before
+
+
+def test_debug_shows_where_an_error_was_raised(call: Any, saved: dict[str, Path]) -> None:
+    arguments = ("inspect", str(saved["text"]))
+    sentence = f"{saved['text']}: this is not a .pwfn file"
+    assert call(*arguments) == (2, "", f"pwfn: {sentence}\n")
+    status, out, err = call("--debug", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert "fileformat.py" in err
+    assert err.endswith(f"pwfn.errors.FileError: {sentence}\n")
+    assert call(*arguments) == (2, "", f"pwfn: {sentence}\n")  # one call does not change the next
+    assert call("--debug", "config")[0] == 0
+
+
+def test_names_in_an_error_cannot_steer_the_terminal(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> None:
+        raise FileError("tensor \x1b[2J\r\nname is damaged")
+
+    monkeypatch.setattr(Config, "load", fail)
+    assert call("config", "run.toml")[2] == "pwfn: tensor �[2J��name is damaged\n"
+
+
 # The demo
 
 
-def test_the_demo_fixes_all_weights_in_ten_rounds_and_keeps_its_accuracy() -> None:
-    done = run(MODULE, "demo", "--json")
+def test_the_demo_fixes_all_weights_in_ten_rounds_and_keeps_its_accuracy(tmp_path: Path) -> None:
+    done = run(MODULE, "demo", "--json", "--out", str(tmp_path / "made" / "here"))
     assert done.returncode == 0
     assert done.stderr == ""
     assert done.stdout.count("\n") == 1
@@ -199,6 +360,12 @@ def test_the_demo_fixes_all_weights_in_ten_rounds_and_keeps_its_accuracy() -> No
     assert 2 <= facts["unique"] <= 128
     assert 0 < facts["entropy_bits"] <= math.log2(facts["unique"])
     assert sum(one["seconds"] for one in rounds) < 120
+    path = tmp_path / "made" / "here" / "model.pwfn"
+    assert facts["file"] == json.loads(json.dumps(inspect_file(path, zstd=False).to_dict()))
+    assert facts["file"]["file_bytes"] == path.stat().st_size
+    assert facts["file"]["unique"] == facts["unique"]
+    assert facts["file"]["model"] == "digits_resnet"
+    assert facts["file"]["file_bytes"] < facts["file"]["int8_bytes"] / 2
 
 
 @pytest.fixture
@@ -244,6 +411,27 @@ def test_the_demo_prints_a_line_a_round_and_what_became_of_the_weights() -> None
     facts = demo.facts(result)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["before"]["metric"] == result.before.metric
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_the_demo_ends_with_the_files_true_size_beside_its_rivals(call: Any, tmp_path: Path) -> None:
+    status, out, err = call("demo", "--out", str(tmp_path))
+    assert (status, err) == (0, "")
+    path = tmp_path / "model.pwfn"
+    assert list(tmp_path.iterdir()) == [path]
+    model = pwfn.load(path).apply_to(digits_resnet()).eval()
+    images, targets = next(iter(data.digits().test))
+    with torch.no_grad():
+        right = int((model(images).argmax(1) == targets).sum())
+    # Each BatchNorm has four numbers a channel and a counter; tensors are 7 convolutions, weight and bias.
+    norms = 16 + 2 * (16 + 32 + 64)
+    fp32 = 4 * WEIGHTS + 4 * 4 * norms + 7 * 8
+    fp16 = 2 * WEIGHTS + 2 * 4 * norms + 7 * 8
+    int8 = WEIGHTS + 9 * 4 + 4 * 4 * norms + 7 * 8
+    assert out.splitlines()[-2:] == [
+        f"{path}: {path.stat().st_size:,} bytes; loaded from it, {right} of 50 images right",
+        f"the same network in fp32: {fp32:,} bytes; in fp16: {fp16:,}; in int8: {int8:,}",
+    ]
 
 
 @pytest.mark.usefixtures("small_demo")

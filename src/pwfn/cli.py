@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -45,11 +46,16 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def top(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="On an error print where it was raised, not one sentence.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Options that stand before any command."""
+    context.ensure_object(dict)["debug"] = debug
 
 
 @app.command()
@@ -64,7 +70,7 @@ def demo(
 
     result = job.run(job.settings(preset, seed), say=_nothing if as_json else typer.echo, out=out)
     if as_json:
-        typer.echo(json.dumps(job.facts(result)))
+        typer.echo(json.dumps(job.facts(result, out)))
 
 
 @app.command()
@@ -125,8 +131,15 @@ def export(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one sentence and exit status 2."""
+    chosen: dict[str, bool] = {}
     try:
-        app(prog_name="pwfn")
+        app(prog_name="pwfn", obj=chosen)
     except PwfnError as error:
-        typer.echo(f"pwfn: {error}", err=True)
+        text = traceback.format_exc().rstrip() if chosen.get("debug") else f"pwfn: {_one_line(error)}"
+        typer.echo(text, err=True)
         raise SystemExit(2) from None
+
+
+def _one_line(error: PwfnError) -> str:
+    """The sentence; names in it may come from a file, so that nothing in them may steer the terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))

@@ -29,7 +29,7 @@ WORST_RATIO = 1024
 
 _SMALL_BLOCK = 2**20
 _NUMBER_BYTES = 7  # of the largest number in LEB128
-_ROUNDS = 100  # of choosing tables; a few are enough
+_ROUNDS = 1000  # of choosing tables; far fewer are needed
 _STEP = 2**16  # symbols decoded at a time: they stay in the processor's cache until they are looked up
 
 
@@ -161,9 +161,12 @@ def coder_of(stream: bytes) -> constriction.stream.stack.AnsCoder:
 
 def _ranks(symbols: Integers, table: Table) -> NDArray[np.int32]:
     """Each symbol's place among those of the table."""
+    flat = symbols.reshape(-1)
+    if len(table.symbols) == int(table.symbols[-1]) + 1:  # none is absent: each is its own place
+        return flat.astype(np.int32)
     place = np.zeros(int(table.symbols[-1]) + 1, np.int32)
     place[table.symbols] = np.arange(len(table.symbols), dtype=np.int32)
-    return place[symbols.reshape(-1)]
+    return place[flat]
 
 
 def squeeze(raw: bytes, ratio: int = WORST_RATIO) -> bytes:
@@ -256,26 +259,39 @@ def numbers_from_bytes(raw: bytes) -> NDArray[np.int64]:
 def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table | None]]:
     """The shared table, and for each tensor its own where that is cheaper, its bytes counted in.
 
-    The choice is first made against all tensors in one pool; the shared table then describes just
-    those that use it, which can only make it better, and the choice is made again until it stays.
-    No step makes the whole larger, so the streams and tables are never more than the pooled entropy
-    and one table.
+    First all tensors share one table. Then, in rounds, those leave that gain most by a table of
+    their own, and those come back that the shared table, which describes just its users, would now
+    serve better. No step makes the whole larger, so the streams and tables are never more than the
+    pooled entropy and one table.
     """
-    alphabet = max(len(tensor) for tensor in counts)
-    padded = [np.pad(tensor, (0, alphabet - len(tensor))) for tensor in counts]
-    tables = [Table.of_counts(tensor) for tensor in padded]
-    costs = [
-        table.ideal_bits(tensor) + 8 * len(table.to_bytes())
-        for table, tensor in zip(tables, padded, strict=True)
-    ]
-    sharing = [True] * len(counts)
-    shared = Table.of_counts(np.sum(padded, axis=0))
+    tables = [Table.of_counts(tensor) for tensor in counts]
+    own_bits = np.array(
+        [t.ideal_bits(n) + 8 * len(t.to_bytes()) for t, n in zip(tables, counts, strict=True)]
+    )
+    rows = np.zeros((len(counts), max(len(tensor) for tensor in counts)))
+    for row, tensor in zip(rows, counts, strict=True):
+        row[: len(tensor)] = tensor
+    sharing = np.full(len(counts), True)
+    shared = rows.sum(0)
     for _ in range(_ROUNDS):
-        before = sharing
-        sharing = [shared.ideal_bits(t) <= cost for t, cost in zip(padded, costs, strict=True)]
-        if not any(sharing):
-            return None, list(tables)
-        if sharing == before:
+        gain = _bits(rows, shared) - own_bits
+        joining = ~sharing & (gain <= 0)
+        leaving = np.flatnonzero(sharing & (gain > 0))
+        most = max(1, int(sharing.sum()) // 16)
+        leaving = leaving[np.argsort(-gain[leaving], kind="stable")[:most]]
+        if not len(leaving) and not joining.any():
             break
-        shared = Table.of_counts(sum(t for t, chosen in zip(padded, sharing, strict=True) if chosen))
-    return shared, [None if chosen else t for t, chosen in zip(tables, sharing, strict=True)]
+        sharing |= joining
+        sharing[leaving] = False
+        if not sharing.any():
+            return None, list(tables)
+        shared = rows[sharing].sum(0)
+    chosen = [None if together else table for together, table in zip(sharing, tables, strict=True)]
+    return Table.of_counts(shared), chosen
+
+
+def _bits(rows: NDArray[np.float64], shared: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bits that each row of counts costs under the shares of ``shared``; infinite where one is 0."""
+    absent = shared == 0
+    shares = np.where(absent, 1.0, shared / shared.sum())
+    return np.where(rows @ absent > 0, np.inf, -(rows @ np.log2(shares)))

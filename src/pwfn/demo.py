@@ -17,9 +17,10 @@ from pwfn.errors import FileError
 from pwfn.fileformat import load
 from pwfn.inspection import inspect
 from pwfn.pipeline import Progress, Result, Round, compress
-from pwfn.training import seeded
+from pwfn.randomness import seeded
 
 _PRETRAINING_EPOCHS = 12
+FILE = "model.pwfn"
 _HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two"
 
 
@@ -51,6 +52,8 @@ def pretrained(train: data.TensorLoader, seed: int) -> nn.Module:
 
 def run(config: Config, say: Callable[[str], None] = print, out: Path | None = None) -> Result:
     """Train, compress and report, a line a round; with ``out``, write ``out/model.pwfn`` too."""
+    if out is not None:
+        _make_folder(out)  # before the work, not after it
     train, test = data.digits()
     model = pretrained(train, config.seed)
     size = sum(p.numel() for p in model.parameters())
@@ -71,11 +74,7 @@ def run(config: Config, say: Callable[[str], None] = print, out: Path | None = N
 
 def _file_lines(result: Result, out: Path, test: data.TensorLoader) -> list[str]:
     """Save the network, and say what the file itself holds: its size, and its accuracy when loaded."""
-    path = out / "model.pwfn"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
+    path = out / FILE
     result.save(path, record={"model": "digits_resnet"})
     model = load(path).apply_to(models.digits_resnet()).eval()
     with torch.no_grad():
@@ -86,6 +85,13 @@ def _file_lines(result: Result, out: Path, test: data.TensorLoader) -> list[str]
         f"the same network in fp32: {facts.fp32_bytes:,} bytes; in fp16: {facts.fp16_bytes:,}; "
         f"in int8: {facts.int8_bytes:,}",
     ]
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
 
 
 def _row(done: Round) -> str:
@@ -118,9 +124,10 @@ def summary_lines(result: Result) -> list[str]:
     return lines
 
 
-def facts(result: Result) -> dict[str, Any]:
-    """The same as plain numbers, rounds included."""
+def facts(result: Result, out: Path | None = None) -> dict[str, Any]:
+    """The same as plain numbers, rounds included; with ``out``, what is inside the file there too."""
     return {
+        **({"file": inspect(out / FILE, zstd=False).to_dict()} if out is not None else {}),
         "before": asdict(result.before) if result.before else None,
         "after": asdict(result.after) if result.after else None,
         **asdict(result.summary.whole),

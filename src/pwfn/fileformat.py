@@ -177,10 +177,9 @@ class Reader:
             raw = self._section("codebooks")
             with _within("section 'codebooks'"):
                 whole = _tensor(raw, self.header.codebook_dtype, (-1,))
-                if whole.numel() != sum(self.header.codebook_sizes):
-                    raise FileError(
-                        f"there are {whole.numel():,} values, the header says {sum(self.header.codebook_sizes):,}"
-                    )
+                wanted = sum(self.header.codebook_sizes)
+                if whole.numel() != wanted:
+                    raise FileError(f"there are {whole.numel():,} values, the header says {wanted:,}")
                 books = tuple(book.clone() for book in whole.split(list(self.header.codebook_sizes)))
                 _check_ascending(books)
             return books
@@ -192,7 +191,8 @@ class Reader:
             position = self.header.layout.entries.index(entry)
             tables = self._tables()
             with self.path.open("rb") as file:
-                return torch.from_numpy(self._indices(file, position, tables)).view(entry.shape)
+                stream = self._stream(file, position)
+            return torch.from_numpy(self._decoded(stream, position, tables)).view(entry.shape)
 
     def tensor(self, name: str) -> Tensor:
         """The values of one tensor; of the coded indices only its own stream is read."""
@@ -221,10 +221,14 @@ class Reader:
             books = self.codebooks()
             tables = self._tables()
             indices = torch.empty(header.layout.size, dtype=index_dtype(max(header.codebook_sizes)))
-            whole = indices.numpy()
+            whole, crc32 = indices.numpy(), 0
             with self.path.open("rb") as file:
                 for position, entry in enumerate(header.layout.entries):
-                    whole[entry.span] = self._indices(file, position, tables)
+                    stream = self._stream(file, position)
+                    crc32 = zlib.crc32(stream, crc32)
+                    whole[entry.span] = self._decoded(stream, position, tables)
+            if crc32 != self._part("indices").crc32:
+                raise FileError("section 'indices': it is damaged: its checksum does not match")
             found = Compressed(
                 header.layout, books, header.divisions, indices, self.untouched(), record=header.record
             )
@@ -245,28 +249,29 @@ class Reader:
             raise FileError(
                 f"the file has {self.file_bytes:,} bytes, its header says {start:,}: it is {what}"
             )
-        if sum(stream.size for stream in self.header.streams) != self._size("indices"):
-            raise FileError("section 'indices': the streams of the tensors are not as long as it in all")
+        streams = sum(stream.size for stream in self.header.streams)
+        indices = self._part("indices")
+        if not streams == indices.size == indices.raw:
+            raise FileError(
+                f"section 'indices': it has {indices.size:,} bytes, its content {indices.raw:,} "
+                f"and its streams {streams:,}: these must be the same"
+            )
         weights = self.header.layout.size
         if weights > _FREE_WEIGHTS + _WEIGHTS_PER_BYTE * self.file_bytes:
             raise FileError(
                 f"{weights:,} weights in {self.file_bytes:,} bytes are more than a file may claim"
             )
         wanted = sum(item.size for item in self.header.untouched)
-        if wanted != self._raw_size("untouched"):
-            raise FileError(
-                f"section 'untouched': its tensors have {wanted:,} bytes, it {self._raw_size('untouched'):,}"
-            )
+        there = self._part("untouched").raw
+        if wanted != there:
+            raise FileError(f"section 'untouched': its tensors have {wanted:,} bytes, its content {there:,}")
         return starts
 
-    def _size(self, name: str) -> int:
-        return next(section.size for section in self.header.sections if section.name == name)
-
-    def _raw_size(self, name: str) -> int:
-        return next(section.raw for section in self.header.sections if section.name == name)
+    def _part(self, name: str) -> Section:
+        return self.header.sections[_SECTIONS.index(name)]
 
     def _section(self, name: str) -> bytes:
-        section = next(section for section in self.header.sections if section.name == name)
+        section = self._part(name)
         with _within(f"section {name!r}"):
             with self.path.open("rb") as file:
                 block = _read(file, self._starts[name], section.size, section.crc32)
@@ -301,13 +306,17 @@ class Reader:
         self._tables_read = tables
         return tables
 
-    def _indices(self, file: BinaryIO, position: int, tables: Sequence[Table]) -> codec.Integers:
-        entry, stream = self.header.layout.entries[position], self.header.streams[position]
+    def _stream(self, file: BinaryIO, position: int) -> bytes:
+        stream = self.header.streams[position]
+        with _within(f"tensor {self.header.layout.entries[position].name!r}"):
+            return _read(file, self._stream_starts[position], stream.size, stream.crc32)
+
+    def _decoded(self, stream: bytes, position: int, tables: Sequence[Table]) -> codec.Integers:
+        entry = self.header.layout.entries[position]
         books = np.array(self.header.codebook_sizes)
         dtype = torch.empty(0, dtype=index_dtype(int(books.max()))).numpy().dtype
         with _within(f"tensor {entry.name!r}"):
-            block = _read(file, self._stream_starts[position], stream.size, stream.crc32)
-            found = codec.decode(block, tables[position], entry.size, dtype)
+            found = codec.decode(stream, tables[position], entry.size, dtype)
             _check_range(found, entry.shape, self.header.divisions[position], books)
         return found
 

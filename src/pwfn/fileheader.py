@@ -159,6 +159,8 @@ class Header:
             whole = json.loads(
                 raw.decode(), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_distinct
             )
+            if b"\\u" in raw:
+                json.dumps(whole, ensure_ascii=False).encode()  # half a character can be escaped, not written
         except RecursionError:
             raise FileError("the header is not JSON that can be read: it is nested too deeply") from None
         except ValueError as error:
@@ -244,7 +246,7 @@ def _entry(tensor: _Object, offset: int) -> Entry:
 
 def _groups(tensor: _Object, shape: tuple[int, ...]) -> int:
     groups = tensor.number("groups", 1)
-    if groups < 1 or (shape and shape[0] % groups):
+    if groups < 1 or (shape or (1,))[0] % groups:
         raise FileError(f"{tensor.where}: {groups} groups do not fit the shape {shape}")
     return groups
 

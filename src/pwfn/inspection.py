@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
 import zstandard
+from torch import Tensor
 
 from pwfn.compressed import Compressed
 from pwfn.fileformat import Reader
@@ -27,6 +31,8 @@ class TensorFacts:
     table_bytes: int  # of its own frequency table, before compression; 0 where it uses the shared one
     bits_per_weight: float  # on disk: index and own table
     fp32_bytes: int
+    fp16_bytes: int
+    int8_bytes: int  # a byte a weight and a scale
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class FileFacts:
 
     path: str
     writer: str
+    model: str | None  # as the record of the run names it
     posterior: str
     weights: int
     unique: int
@@ -43,16 +50,17 @@ class FileFacts:
     bits_per_weight: float  # on disk: indices and frequency tables
     header_bytes: int
     codebook_bytes: int
-    table_bytes: int
+    table_bytes: int  # all frequency tables, as stored
     index_bytes: int
     posterior_bytes: int
     untouched_bytes: int
     padding_bytes: int
     file_bytes: int
-    untouched_raw_bytes: int
-    fp32_bytes: int  # weights in 4 bytes each, the other tensors as they are
+    shared_table_bytes: int  # of ``table_bytes`` the shared one, before compression; 0 if there is none
+    untouched_raw_bytes: int  # before compression, tied tensors once
+    fp32_bytes: int  # weights in 4 bytes each, the other tensors as they are but not above fp32
     fp16_bytes: int  # every floating-point number in 2 bytes
-    int8_bytes: int  # a byte a weight and a scale a tensor, the other tensors as they are
+    int8_bytes: int  # a byte a weight and a scale a tensor, the other tensors as in ``fp32_bytes``
     zstd19_bytes: int | None  # the fp32 bytes compressed by zstd -19, if that was measured
     tensors: tuple[TensorFacts, ...]
 
@@ -83,14 +91,15 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
     values = compressed.values()
     sizes = reader.sizes
     pool = Pool.of(values)
-    raw = sum(tensor.numel() * tensor.element_size() for tensor in compressed.untouched.values())
-    halved = sum(
-        tensor.numel() * (2 if tensor.is_floating_point() else tensor.element_size())
-        for tensor in compressed.untouched.values()
-    )
+    rest = list(_untouched_once(compressed))
+    single, half = (sum(_bytes_at_most(tensor, width) for tensor in rest) for width in (4, 2))
+    model = reader.header.record.get("model")
+    tensors = tuple(_tensor_facts(reader, values))
+    tables = next(section.raw for section in reader.header.sections if section.name == "tables")
     return FileFacts(
         path=str(path),
         writer=reader.header.writer,
+        model=model if isinstance(model, str) else None,
         posterior=str(reader.header.posterior),
         weights=pool.weights,
         unique=pool.unique,
@@ -105,16 +114,29 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
         untouched_bytes=sizes.untouched,
         padding_bytes=sizes.padding,
         file_bytes=reader.file_bytes,
-        untouched_raw_bytes=raw,
-        fp32_bytes=4 * pool.weights + raw,
-        fp16_bytes=2 * pool.weights + halved,
-        int8_bytes=pool.weights + 4 * len(compressed.layout.entries) + raw,
-        zstd19_bytes=_zstd19_bytes(compressed) if zstd else None,
-        tensors=tuple(_tensor_facts(reader, values)),
+        shared_table_bytes=tables - sum(tensor.table_bytes for tensor in tensors),
+        untouched_raw_bytes=sum(tensor.nbytes for tensor in rest),
+        fp32_bytes=4 * pool.weights + single,
+        fp16_bytes=2 * pool.weights + half,
+        int8_bytes=pool.weights + 4 * len(tensors) + single,
+        zstd19_bytes=_zstd19_bytes(values, rest) if zstd else None,
+        tensors=tensors,
     )
 
 
-def _tensor_facts(reader: Reader, values: torch.Tensor) -> list[TensorFacts]:
+def _untouched_once(compressed: Compressed) -> Iterator[Tensor]:
+    """The tensors that are not compressed, each once however many names it has."""
+    aliases = {alias for left_out in compressed.layout.left_out for alias in left_out.aliases}
+    return (tensor for name, tensor in compressed.untouched.items() if name not in aliases)
+
+
+def _bytes_at_most(tensor: Tensor, width: int) -> int:
+    """Bytes of a tensor whose floating-point numbers, if it holds any, are at most that wide."""
+    size = tensor.element_size()
+    return tensor.numel() * (min(size, width) if tensor.is_floating_point() else size)
+
+
+def _tensor_facts(reader: Reader, values: Tensor) -> list[TensorFacts]:
     facts = []
     header = reader.header
     for entry, stream, own_bytes in zip(
@@ -132,49 +154,69 @@ def _tensor_facts(reader: Reader, values: torch.Tensor) -> list[TensorFacts]:
                 table_bytes=own_bytes,
                 bits_per_weight=8 * (stream.size + own_bytes) / pool.weights,
                 fp32_bytes=4 * pool.weights,
+                fp16_bytes=2 * pool.weights,
+                int8_bytes=pool.weights + 4,
             )
         )
     return facts
 
 
-def _zstd19_bytes(compressed: Compressed) -> int:
-    aliases = {alias for entry in compressed.layout.entries for alias in entry.aliases}
+def _zstd19_bytes(values: Tensor, rest: list[Tensor]) -> int:
+    """The bytes that ``fp32_bytes`` counts, weights first, as one zstd frame."""
     compressor = zstandard.ZstdCompressor(level=19).compressobj()
     size = 0
-    for name, tensor in compressed.dense_state_dict().items():
-        if name not in aliases:
-            wide = tensor.float() if tensor.is_floating_point() else tensor
-            size += len(
-                compressor.compress(wide.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-            )
+    for tensor in (values.float(), *rest):
+        narrow = tensor.float() if tensor.dtype is torch.float64 else tensor
+        flat = narrow.contiguous().reshape(-1).view(torch.uint8)
+        size += len(compressor.compress(flat.numpy().tobytes()))
     return size + len(compressor.flush())
 
 
 def lines(facts: FileFacts) -> list[str]:
-    """The facts for people, a line each; sizes in whole bytes, ratios cut off and not rounded up."""
+    """The facts for people, a line each; what speaks for the file is rounded down, what against it up."""
+    bits = (
+        f"entropy {_up(facts.entropy_bits)} bits a weight in one pool; on disk {_up(facts.bits_per_weight)}"
+    )
+    powers = math.floor(1000 * facts.power_of_two_share) / 10
     rows = [
         f"{facts.path}: {facts.file_bytes:,} bytes for {facts.weights:,} weights of {facts.unique} values",
-        f"entropy {facts.entropy_bits:.4f} bits a weight in one pool; on disk {facts.bits_per_weight:.4f}",
-        f"{facts.power_of_two_share:.1%} of the weights are zero or a power of two",
-        f"posterior: {facts.posterior}",
+        bits,
+        f"{powers:.1f}% of the weights are zero or a power of two",
+        f"model: {facts.model or 'not named'}; posterior: {facts.posterior}; written by {facts.writer}",
         "",
         f"{'where the bytes are':<24}{'bytes':>14}",
     ]
+    notes = {
+        "table": f"  (before compression the shared one has {facts.shared_table_bytes:,})",
+        "untouched": f"  (before compression {facts.untouched_raw_bytes:,})",
+    }
     parts = ("header", "codebook", "table", "index", "posterior", "untouched", "padding")
-    rows += [f"{part:<24}{getattr(facts, part + '_bytes'):>14,}" for part in parts]
+    rows += [
+        f"{part:<24}{getattr(facts, part + '_bytes'):>14,}{notes.get(part, '')}" for part in (*parts, "file")
+    ]
     rows += ["", f"{'the same network as':<24}{'bytes':>14}{'times this file':>18}"]
     labels = {"zstd19": "fp32 in zstd -19"}
     for name, size in facts.rivals().items():
-        times = int(100 * size / facts.file_bytes) / 100
-        rows.append(f"{labels.get(name, name):<24}{size:>14,}{times:>18.2f}")
+        hundredths = 100 * size // facts.file_bytes
+        rows.append(f"{labels.get(name, name):<24}{size:>14,}{hundredths / 100:>18.2f}")
     width = max(len(t.name) for t in facts.tensors)
     rows += [
         "",
         f"{'tensor':<{width}}  {'weights':>12}  {'unique':>6}  {'entropy':>8}  {'on disk':>8}  {'bytes':>10}",
     ]
     rows += [
-        f"{t.name:<{width}}  {t.weights:>12,}  {t.unique:>6}  {t.entropy_bits:>8.4f}  "
-        f"{t.bits_per_weight:>8.4f}  {t.index_bytes + t.table_bytes:>10,}"
+        f"{t.name:<{width}}  {t.weights:>12,}  {t.unique:>6}  {_up(t.entropy_bits):>8}  "
+        f"{_up(t.bits_per_weight):>8}  {t.index_bytes + t.table_bytes:>10,}"
         for t in facts.tensors
     ]
-    return rows
+    # Names come from the file: nothing in them may steer the terminal.
+    return ["".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in row) for row in rows]
+
+
+def _up(bits: float) -> str:
+    """Four decimals, never fewer bits than there are.
+
+    >>> _up(2.00001), _up(2.5)
+    ('2.0001', '2.5000')
+    """
+    return f"{math.ceil(Fraction(bits) * 10_000) / 10_000:.4f}"

@@ -29,7 +29,13 @@ def from_file(
     """Export a file and return the facts, with a sentence for people among them."""
     if to not in _ENDINGS:
         raise PwfnError(f"target {to!r} is unknown: allowed is one of {', '.join(_ENDINGS)}")
-    target = Path(out) if out else Path(file).with_suffix(_ENDINGS[to])
+    if to == "onnx" and dtype != "fp32":
+        raise PwfnError(f"dtype {dtype!r} is for safetensors and torch: an ONNX palette is always fp32")
+    if to != "onnx" and (model is not None or input_shape is not None):
+        raise PwfnError(f"--model and --input-shape are for onnx: {to} needs neither")
+    target = Path(out) if out else Path(str(file).removesuffix(".pwfn") + _ENDINGS[to])
+    if target.exists() and Path(file).exists() and target.samefile(file):
+        raise PwfnError(f"{target} is the file itself: name another with --out")
     compressed = load(file)
     if to == "onnx":
         return _onnx(compressed, target, model, input_shape)
@@ -47,11 +53,9 @@ def from_file(
 
 
 def _onnx(compressed: Compressed, target: Path, name: str | None, shape: str | None) -> dict[str, Any]:
-    name = name or compressed.record.get("model")
-    if not isinstance(name, str):
-        raise PwfnError("the file does not say which model it is of: name it with --model")
+    name = name or _recorded(compressed)
     module = models.create(name)
-    sizes = _sizes(shape) if shape else models.input_shape(name, module)
+    sizes = _sizes(shape) if shape is not None else models.input_shape(name, module)
     if sizes is None:
         raise PwfnError(f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224")
     done = to_onnx(compressed, module, torch.zeros(2, *sizes), target)
@@ -67,6 +71,18 @@ def _onnx(compressed: Compressed, target: Path, name: str | None, shape: str | N
             f"{done.largest_output:.2g}"
         ),
     }
+
+
+def _recorded(compressed: Compressed) -> str:
+    """The model that the file names; but a file may not choose which code is run."""
+    name = compressed.record.get("model")
+    if not isinstance(name, str):
+        raise PwfnError("the file does not say which model it is of: name it with --model")
+    if name.startswith("python:"):
+        raise PwfnError(
+            f"the file wants to run {name.removeprefix('python:')}: if you trust it, say --model {name}"
+        )
+    return name
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -39,7 +39,9 @@ def to_safetensors(compressed: Compressed, path: str | Path, dtype: str = "fp32"
     from safetensors.torch import save_file
 
     state, exactness = _converted(compressed, dtype)
-    aliases = {alias for entry in compressed.layout.entries for alias in entry.aliases}
+    layout = compressed.layout
+    aliases = {alias for entry in layout.entries for alias in entry.aliases}
+    aliases |= {alias for left_out in layout.left_out for alias in left_out.aliases}
     once = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
     with replacing(path) as temporary:
         save_file(once, temporary, metadata={"format": "pt"})
@@ -49,8 +51,9 @@ def to_safetensors(compressed: Compressed, path: str | Path, dtype: str = "fp32"
 def to_torch(compressed: Compressed, path: str | Path, dtype: str = "fp32") -> Exactness:
     """Write a state dict that ``torch.load(path, weights_only=True)`` reads."""
     state, exactness = _converted(compressed, dtype)
-    with replacing(path) as temporary:
-        torch.save(state, temporary)
+    # A path would be named within the archive, and the temporary one differs each time.
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        torch.save(state, file)
     return exactness
 
 

@@ -7,9 +7,13 @@ weights, so that the file is small and the speed is that of the dense model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
+import io
 import logging
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +41,7 @@ class OnnxExport:
     path: Path
     file_bytes: int
     palettes: int  # tensors kept as indices
-    largest_error: float  # of the runtime's output against torch's, on a batch of random inputs
+    largest_error: float  # of the runtime's output against torch's, on batches of random inputs
     largest_output: float
 
 
@@ -51,40 +55,77 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
         path: the file to write.
     """
     path = Path(path)
-    module = compressed.apply_to(copy.deepcopy(model)).float().eval().cpu()
+    _check_packages()
+    module = compressed.apply_to(copy.deepcopy(model).float()).eval().cpu()
+    example = example.detach().cpu()
+    if example.ndim == 0 or len(example) == 0:
+        raise PwfnError("the example holds no input: give a batch of at least one")
+    example = example.float() if example.is_floating_point() else example
+    batches = _other_batches(example)
+    wanted = [_output(module, batch) for batch in batches]
     proto = _exported(module, example)
     names = {name for e in compressed.layout.entries for name in (e.name, *e.aliases)}
     proto, palettes = _with_palettes(proto, names)
     blob: bytes = proto.SerializeToString()
-    error, largest = _difference(blob, module, example)
-    if not error <= TOLERANCE * max(1.0, largest):
-        raise PwfnError(
-            f"{path}: not written, because onnxruntime's output differs from torch's by {error:.2g} "
-            f"(largest output {largest:.2g}): report the model, or export dense safetensors instead"
-        )
+    differences = _differences(blob, batches, wanted)
+    for error, largest in differences:
+        if not error <= TOLERANCE * max(1.0, largest):
+            raise PwfnError(
+                f"{path}: not written, because onnxruntime's output differs from torch's by {error:.2g} "
+                f"(largest output {largest:.2g}): report the model, or export dense safetensors instead"
+            )
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
-    return OnnxExport(path, len(blob), palettes, error, largest)
+    return OnnxExport(path, len(blob), palettes, *max(differences))
+
+
+def _check_packages() -> None:
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise PwfnError(f"export to ONNX needs {name}: pip install 'pwfn[onnx]'") from error
+
+
+def _other_batches(example: Tensor) -> tuple[Tensor, ...]:
+    """Batches of three and of one: sizes that the exporter is not shown, the second a special case.
+
+    Their values are random where an input may hold any.
+    """
+    if example.is_floating_point():
+        three = torch.randn((3, *example.shape[1:]), generator=torch.Generator().manual_seed(0))
+    else:
+        three = example[torch.arange(3) % len(example)]
+    return three, three[:1]
+
+
+def _output(module: nn.Module, batch: Tensor) -> Tensor:
+    """What torch makes of a batch: the truth that the runtime is held to."""
+    name = type(module).__name__
+    try:
+        with torch.no_grad():
+            wanted = module(batch)
+    except Exception as error:  # the model is the user's, and so may be any error of it
+        shape = "×".join(str(size) for size in batch.shape)
+        kind = str(batch.dtype).removeprefix("torch.")
+        raise PwfnError(
+            f"{name} cannot run on an input of shape {shape} and type {kind}: {_cause(error)}: give an "
+            "example it takes, and let it take batches of any size"
+        ) from error
+    if not isinstance(wanted, Tensor):
+        raise PwfnError(f"{name} returns a {type(wanted).__name__}: wrap it so that it returns one tensor")
+    if wanted.numel() == 0:
+        raise PwfnError(f"{name} returns a tensor without numbers: there is nothing to hold the export to")
+    return wanted
 
 
 def _exported(module: nn.Module, example: Tensor) -> onnx.ModelProto:
     """The plain graph: constants not folded, so that every weight is there under its own name."""
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise PwfnError(f"export to ONNX needs {error.name}: pip install 'pwfn[onnx]'") from error
     # Two examples: with one, the exporter would take the batch for a constant.
-    batch = example.detach().cpu()
-    batch = torch.cat((batch, batch))[:2] if batch.shape[0] < 2 else batch
+    batch = torch.cat((example, example))[:2] if example.shape[0] < 2 else example
     shapes = ({0: torch.export.Dim("batch", min=1)},)
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporter's own deprecations, nothing of the user's
+        with _quiet():
             program = torch.onnx.export(
                 module,
                 (batch,),
@@ -96,13 +137,45 @@ def _exported(module: nn.Module, example: Tensor) -> onnx.ModelProto:
                 verbose=False,
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        cause = str(error).strip().splitlines()[0]
-        raise PwfnError(f"torch cannot export {type(module).__name__} to ONNX: {cause}") from error
-    finally:
-        logger.setLevel(level)
+        raise PwfnError(
+            f"torch cannot export {type(module).__name__} to ONNX: {_cause(error)}: change the model, or "
+            "export dense safetensors instead"
+        ) from error
     if program is None:
         raise PwfnError(f"torch gave no ONNX program for {type(module).__name__}")
-    return program.model_proto
+    proto = program.model_proto
+    if not proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param:
+        raise PwfnError(
+            f"torch can export {type(module).__name__} for batches of {len(batch)} only: let its forward not "
+            "depend on the number of inputs"
+        )
+    return proto
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block the exporter's warnings, logs and printed graphs go nowhere: we say it shorter."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    nowhere = io.StringIO()
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the innermost error, which is the one that names the trouble."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
 def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelProto, int]:
@@ -127,11 +200,12 @@ def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelP
     _replace(proto.graph.input, [item for item in proto.graph.input if item.name not in weights])
     nodes = []
     for name, item in weights.items():
-        palette, indices = np.unique(numpy_helper.to_array(item), return_inverse=True)
-        if len(palette) > 2**16:
+        dense = numpy_helper.to_array(item)
+        palette, indices = np.unique(dense, return_inverse=True)
+        narrow = indices.reshape(dense.shape).astype(_index_type(len(palette)))
+        if palette.nbytes + narrow.nbytes >= dense.nbytes:
             proto.graph.initializer.append(item)
             continue
-        narrow = indices.reshape(tuple(item.dims)).astype(np.uint8 if len(palette) <= 2**8 else np.uint16)
         proto.graph.initializer.append(numpy_helper.from_array(palette, f"{name}.palette"))
         proto.graph.initializer.append(numpy_helper.from_array(narrow, f"{name}.indices"))
         # Gather takes 32- or 64-bit indices only.
@@ -141,6 +215,11 @@ def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelP
     _replace(proto.graph.node, [*nodes, *proto.graph.node])
     _strip(proto)
     return proto, len(nodes) // 2
+
+
+def _index_type(values: int) -> type[np.unsignedinteger[Any]]:
+    """The narrowest that holds indices into that many values."""
+    return np.uint8 if values <= 2**8 else np.uint16 if values <= 2**16 else np.uint32
 
 
 def _strip(proto: onnx.ModelProto) -> None:
@@ -156,21 +235,27 @@ def _replace(field: Any, items: list[Any]) -> None:
     field.extend(items)
 
 
-def _difference(blob: bytes, module: nn.Module, example: Tensor) -> tuple[float, float]:
-    """Largest difference and largest output, on a batch of three that no example had."""
+def _differences(
+    blob: bytes, batches: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> list[tuple[float, float]]:
+    """For each batch the largest difference of onnxruntime's output from torch's, and torch's largest."""
     import onnxruntime
 
-    generator = torch.Generator().manual_seed(0)
-    shape = (3, *example.shape[1:])
-    if example.is_floating_point():
-        batch = torch.randn(shape, generator=generator).to(example.dtype)
-    else:
-        batch = example[torch.arange(3) % len(example)].cpu()
-    session = onnxruntime.InferenceSession(blob, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    found = torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
-    with torch.no_grad():
-        wanted = module(batch)
-    if not isinstance(wanted, Tensor):
-        raise PwfnError(f"the model returns a {type(wanted).__name__}: wrap it so that it returns one tensor")
-    return float((found - wanted).abs().max()), float(wanted.abs().max())
+    try:
+        session = onnxruntime.InferenceSession(blob, providers=["CPUExecutionProvider"])
+        name = session.get_inputs()[0].name
+        found = [torch.from_numpy(session.run(None, {name: batch.numpy()})[0]) for batch in batches]
+    except Exception as error:  # onnxruntime's errors share no class of their own
+        raise PwfnError(
+            f"onnxruntime cannot run the exported network: {_cause(error)}: export dense safetensors instead"
+        ) from error
+    differences = []
+    for batch, ours, torchs in zip(batches, found, wanted, strict=True):
+        if ours.shape != torchs.shape:
+            raise PwfnError(
+                f"for a batch of {len(batch)} onnxruntime's output has shape {tuple(ours.shape)}, torch's "
+                f"{tuple(torchs.shape)}: let the model treat batches of any size alike"
+            )
+        largest = (ours.double() - torchs.double()).abs().max()
+        differences.append((float(largest), float(torchs.double().abs().max())))
+    return differences

@@ -1,0 +1,229 @@
+"""Sound files of many kinds, and the means to take a file apart, spoil it and seal it again.
+
+What is spoilt gets sizes and checksums that fit, so that a test meets the check behind the checksum. Files
+are taken apart with struct, json, zlib and zstandard only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import zstandard
+from torch import Tensor, nn
+
+from pwfn import Compressed, Layout
+from pwfn.fileformat import Posterior, dumps
+from pwfn.layout import untouched
+
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+class Mixed(nn.Module):
+    """Every kind of entry (channels last, grouped, tied, attention, scalar), and buffers of all types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.grouped = nn.Conv1d(4, 6, 3, groups=2)
+        self.back = nn.ConvTranspose2d(4, 2, 2)
+        self.norm = nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.embedding = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(0.25))
+        self.shift = nn.Parameter(torch.tensor([0.5, -3.0]))
+        generator = torch.Generator().manual_seed(5)
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            numbers = torch.randint(0, 100, (3, 2), generator=generator)
+            self.register_buffer(f"kept_{name}", (numbers % 2 == 0) if name == "bool" else numbers.to(dtype))
+        self.register_buffer("kept_empty", torch.zeros(0, 3))
+        self.register_buffer("kept_bits", torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]))
+        self.register_buffer("kept_turned", torch.arange(6.0).view(2, 3).t())
+
+
+def drawn(layout: Layout, values: int, seed: int = 0) -> Tensor:
+    """One value per weight, few of them likely, as after fixing: multiples of 1/16 about zero."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = max(values / 6, 0.1)
+    steps = (torch.randn(layout.size, generator=generator, dtype=torch.float64) * spread).round()
+    return (steps.clamp(-(values // 2), values // 2) / 16).to(layout.dtype)
+
+
+def sigmas(layout: Layout, kinds: int, seed: int = 1) -> Tensor:
+    """One sigma per weight, of so many kinds; 0 for each its own."""
+    generator = torch.Generator().manual_seed(seed)
+    if kinds == 0:
+        return torch.rand(layout.size, generator=generator, dtype=torch.float64).to(layout.dtype)
+    some = torch.rand(kinds, generator=generator, dtype=torch.float64).to(layout.dtype)
+    return some[torch.randint(0, kinds, (layout.size,), generator=generator)]
+
+
+def mixed(
+    values: int = 30,
+    kinds: int = 3,
+    dtype: torch.dtype = torch.float32,
+    divide: Callable[[Any], tuple[int, int]] | None = None,
+) -> Compressed:
+    model = Mixed()
+    model.load_state_dict({k: v.to(dtype) if v.is_floating_point() and "kept" not in k else v
+                           for k, v in model.state_dict().items()}, assign=True)  # fmt: skip
+    model.head.weight = model.embedding.weight
+    layout = Layout.of(model, include=["scale"])
+    record = {"epochs": 3, "loss": 0.125, "note": "größer: ×2", "nested": {"list": [1, None, True, "a\nb"]}}
+    sigma = sigmas(layout, kinds)
+    return Compressed.of(
+        layout, drawn(layout, values), sigma, untouched(model, layout), divide=divide, record=record
+    )
+
+
+def plain(*sizes: tuple[int, int], values: int, kinds: int = 3) -> Compressed:
+    """Linear layers only."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in sizes))
+    layout = Layout.of(model)
+    return Compressed.of(layout, drawn(layout, values), sigmas(layout, kinds), {})
+
+
+def one_flat_layer() -> Compressed:
+    """Several layers, one of which has a single value, and one other values than the rest."""
+    whole = plain((20, 30), (30, 20), (40, 50), values=20)
+    values = whole.values()
+    values[whole.layout.entries[1].span] = 2.0
+    values[whole.layout.entries[2].span] += 7.0
+    return Compressed.of(whole.layout, values, whole.weight_sigma, {})
+
+
+def per_channel(entry: Any) -> tuple[int, int]:
+    return (0, entry.shape[0]) if len(entry.shape) > 1 else (0, 1)
+
+
+def per_input_channel(entry: Any) -> tuple[int, int]:
+    return (1, entry.shape[1]) if len(entry.shape) > 1 else (0, 1)
+
+
+def per_layer(entry: Any) -> tuple[int, int]:
+    return 0, 1
+
+
+CASES: dict[str, tuple[Callable[[], Compressed], str]] = {
+    "centre": (mixed, "centre"),
+    "weight": (mixed, "weight"),
+    "none": (mixed, "none"),
+    "channels": (lambda: mixed(values=9, divide=per_channel), "centre"),
+    "channels_weight": (lambda: mixed(values=9, divide=per_channel), "weight"),
+    "input_channels": (lambda: mixed(values=9, divide=per_input_channel), "weight"),
+    "layers": (lambda: mixed(divide=per_layer), "centre"),
+    "bfloat16": (lambda: mixed(dtype=torch.bfloat16), "centre"),
+    "float64": (lambda: mixed(dtype=torch.float64), "weight"),
+    "float64_centre": (lambda: mixed(dtype=torch.float64, divide=per_layer), "centre"),
+    "one_value": (lambda: mixed(values=1), "weight"),
+    "one_sigma": (lambda: mixed(kinds=1), "weight"),
+    "one_flat_layer": (one_flat_layer, "centre"),
+    "two_values": (lambda: plain((300, 301), values=2), "weight"),
+    "many_values": (lambda: plain((100, 300), (300, 10), values=2_000), "weight"),
+    "very_many_values": (lambda: plain((300, 400), values=80_000, kinds=0), "weight"),
+    "own_sigmas": (lambda: plain((40, 50), values=20, kinds=0), "weight"),
+    "one_weight": (lambda: plain((1, 1), values=20), "weight"),
+    "padded": (lambda: plain((2_000, 1_000), values=1, kinds=1), "centre"),
+}  # fmt: skip
+
+
+@cache
+def case(name: str) -> tuple[Compressed, bytes]:
+    """A network and the bytes of its file."""
+    make, posterior = CASES[name]
+    compressed = make()
+    return compressed, dumps(compressed, Posterior(posterior))
+
+
+SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
+PREFIX = struct.Struct("<8sHHIII")
+
+
+@dataclass
+class Parts:
+    """A file taken apart: header as Python values, sections as they are before compression."""
+
+    header: dict[str, Any]
+    contents: dict[str, bytes]
+    streams: list[bytes]
+    blocks: dict[str, bytes] = field(default_factory=dict)  # stored in place of what would be
+    late: list[Callable[[dict[str, Any]], None]] = field(
+        default_factory=list
+    )  # on the header, at the very end
+
+    @classmethod
+    def of(cls, data: bytes) -> Parts:
+        _, _, _, size, raw, _ = PREFIX.unpack(data[:24])
+        header = json.loads(opened(data[24 : 24 + size], raw))
+        at, contents = 24 + size, {}
+        for name, stored, raw, _ in header["sections"]:
+            block = data[at : at + stored]
+            contents[name] = block if name in ("indices", "padding") else opened(block, raw)
+            at += stored
+        at, streams = 0, []
+        for tensor in header["tensors"]:
+            streams.append(contents["indices"][at : at + tensor["bytes"]])
+            at += tensor["bytes"]
+        return cls(header, contents, streams)
+
+    def sealed(self, text: bytes | None = None) -> bytes:
+        """The file, with sizes and checksums that fit; ``text`` takes the header's place."""
+        header = copy.deepcopy(self.header)
+        for tensor, stream in zip(header["tensors"], self.streams, strict=False):
+            tensor |= {"bytes": len(stream), "crc32": zlib.crc32(stream)}
+        blocks = {**self.contents, "indices": b"".join(self.streams)}
+        stored = {
+            name: blocks[name] if name in ("indices", "padding") else closed(blocks[name])
+            for name in SECTIONS
+        }
+        stored |= self.blocks
+        header["sections"] = [
+            [name, len(stored[name]), len(blocks[name]), zlib.crc32(stored[name])] for name in SECTIONS
+        ]
+        for change in self.late:
+            change(header)
+        text = json.dumps(header).encode() if text is None else text
+        return with_header(closed(text), len(text)) + b"".join(stored.values())
+
+
+def with_header(block: bytes, raw: int, version: int = 1, flags: int = 0) -> bytes:
+    magic = b"\x89PWFN\r\n\x1a"
+    return PREFIX.pack(magic, version, flags, len(block), raw, zlib.crc32(block)) + block
+
+
+def opened(block: bytes, raw: int) -> bytes:
+    if block[:1] == b"\x01":
+        return zstandard.ZstdDecompressor().decompress(block[1:], max_output_size=raw)
+    return block[1:]
+
+
+def closed(raw: bytes) -> bytes:
+    """A block, compressed where that is smaller; no bytes for none."""
+    packed = zstandard.ZstdCompressor(level=3).compress(raw)
+    if not raw:
+        return b""
+    return b"\x01" + packed if len(packed) < len(raw) else b"\x00" + raw
+
+
+def leb128(*numbers: int) -> bytes:
+    out = b""
+    for number in numbers:
+        while number > 127:
+            out += bytes([number % 128 + 128])
+            number //= 128
+        out += bytes([number])
+    return out

@@ -1,0 +1,388 @@
+"""Mutated files: each loads the identical content or is refused in a sentence, quickly and in little memory.
+
+``python tests/test_fuzz.py 10000`` runs as many mutants as asked for and prints what became of them.
+
+*Strict* mutants are damaged or forged without encoding anything anew: a flipped bit, a cut, an inserted run,
+swapped sections, a length, count or shape in the header that is another than it was (the header's checksum
+made good again). They must not load as anything else than the original. *Resealed* mutants have one part
+changed, at random or a number or field to an odd value, and every size and checksum made to fit; where the
+change happens to be consistent, that is simply another valid file, so they may load as something else, but
+then that must be sound: it can be used and saved again.
+
+Time is the process's own, so that a busy machine does not matter. Memory is the peak that tracemalloc sees
+(Python and numpy, to which zstandard's output belongs), against the peak for the sound file. Torch and
+constriction allocate outside of its sight: for them the growth of the process's peak over all mutants is
+bounded.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import resource
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from malformed import PREFIX, SECTIONS, Parts, case, closed, leb128, with_header
+from oracles.fileformat import WIDTHS
+from oracles.fileformat import leb128 as leb128_numbers
+
+from pwfn import Compressed, PwfnError
+from pwfn.fileformat import Posterior, Reader, dumps, load
+
+BASES = ("centre", "weight", "none", "channels_weight", "layers", "float64", "one_flat_layer", "own_sigmas")
+MOST_SECONDS = 1.0
+MOST_MEMORY = 10
+MOST_GROWTH = 64 * 2**20  # bytes that the process may grow by, over all mutants
+
+Random = np.random.Generator
+Mutate = Callable[[bytes, Random], bytes]
+
+
+def flipped(data: bytes, rng: Random) -> bytes:
+    out = bytearray(data)
+    for place in rng.integers(0, 8 * len(data), rng.integers(1, 9)).tolist():
+        out[place // 8] ^= 1 << place % 8
+    return bytes(out)
+
+
+def flipped_early(data: bytes, rng: Random) -> bytes:
+    """In the prefix and the header, where most decisions are made."""
+    stop = 24 + PREFIX.unpack(data[:24])[3]
+    return flipped(data[:stop], rng) + data[stop:]
+
+
+def run_of(data: bytes, rng: Random) -> tuple[int, int]:
+    start = int(rng.integers(0, len(data)))
+    return start, min(len(data), start + int(rng.integers(1, 200)))
+
+
+def overwritten(data: bytes, rng: Random) -> bytes:
+    start, stop = run_of(data, rng)
+    run = rng.bytes(stop - start) if rng.random() < 0.5 else bytes([rng.choice([0, 255])]) * (stop - start)
+    return data[:start] + run + data[stop:]
+
+
+def truncated(data: bytes, rng: Random) -> bytes:
+    return data[: rng.integers(0, len(data))]
+
+
+def inserted(data: bytes, rng: Random) -> bytes:
+    start, stop = run_of(data, rng)
+    run = rng.bytes(stop - start) if rng.random() < 0.5 else data[start:stop]
+    return data[:start] + run + data[start:]
+
+
+def removed(data: bytes, rng: Random) -> bytes:
+    start, stop = run_of(data, rng)
+    return data[:start] + data[stop:]
+
+
+def spliced(data: bytes, rng: Random) -> bytes:
+    """The beginning of this file and the end of another, or another's sections behind this header."""
+    other = case(str(rng.choice([base for base in BASES if case(base)[1] != data])))[1]
+    if rng.random() < 0.5:
+        cut = int(rng.integers(24, len(data)))  # before that, the prefix and so the file would be the other's
+        return data[:cut] + other[min(cut, len(other)) :]
+    stop, start = (24 + PREFIX.unpack(file[:24])[3] for file in (data, other))
+    return data[:stop] + other[start:]
+
+
+def swapped(data: bytes, rng: Random) -> bytes:
+    """Two sections change places; sometimes their sizes and checksums go with them."""
+    stop, header = header_of(data)
+    edges = np.cumsum([stop, *(row[1] for row in header["sections"])]).tolist()
+    blocks = [data[a:b] for a, b in pairwise(edges)]
+    i, j = rng.choice([k for k, block in enumerate(blocks) if block], 2, replace=False).tolist()
+    blocks[i], blocks[j] = blocks[j], blocks[i]
+    if rng.random() < 0.5:
+        return data[:stop] + b"".join(blocks)
+    rows = header["sections"]
+    rows[i][1:], rows[j][1:] = rows[j][1:], rows[i][1:]
+    return with_json(header) + b"".join(blocks)
+
+
+def forged_prefix(data: bytes, rng: Random) -> bytes:
+    """A size in the prefix."""
+    fields = list(PREFIX.unpack(data[:24]))
+    fields[int(rng.integers(1, 6))] = other_number(0, rng) % 2**16
+    if rng.random() < 0.5:
+        fields[int(rng.integers(3, 6))] = other_number(0, rng) % 2**32
+    return PREFIX.pack(*fields) + data[24:]
+
+
+def forged_length(data: bytes, rng: Random) -> bytes:
+    """A size or checksum in the header."""
+    stop, header = header_of(data)
+    if rng.random() < 0.6:
+        row = header["sections"][int(rng.integers(0, len(SECTIONS)))]
+        column = int(rng.integers(1, 4))
+        row[column] = other_number(row[column], rng)
+    else:
+        tensor = rng.choice(header["tensors"])
+        key = str(rng.choice(["bytes", "crc32"]))
+        tensor[key] = other_number(tensor[key], rng)
+    return with_json(header) + data[stop:]
+
+
+def forged_count(data: bytes, rng: Random) -> bytes:
+    """A count, shape or choice in the header that changes how many numbers there are."""
+    stop, header = header_of(data)
+    kind = rng.integers(0, 7)
+    tensor = rng.choice(header["tensors"])
+    stored = header["untouched"]
+    row = stored[int(rng.integers(0, len(stored)))] if stored else None
+    if kind == 0:
+        tensor["shape"] = other_shape(tensor["shape"], rng)
+    elif kind == 1 and row:
+        row[1] = other_shape(row[1], rng)
+    elif kind == 2 and row:
+        row[1] = row[1] if math.prod(row[1]) else [1]
+        row[2] = str(rng.choice([name for name, width in WIDTHS.items() if width != WIDTHS[row[2]]]))
+    elif kind == 3:
+        sizes = header["codebooks"]["sizes"]
+        place = int(rng.integers(0, len(sizes)))
+        sizes[place] = other_number(sizes[place], rng)
+    elif kind == 4:
+        if rng.random() < 0.5:
+            header["tensors"].remove(tensor)
+        else:
+            header["tensors"].append({**copy.deepcopy(tensor), "name": "another", "aliases": []})
+    elif kind == 5:
+        tensor["own_table"] = not tensor.get("own_table", False)
+    else:
+        header["posterior"] = str(rng.choice([p for p in Posterior if p != header["posterior"]]))
+    return with_json(header) + data[stop:]
+
+
+STRICT: tuple[Mutate, ...] = (
+    flipped, flipped_early, overwritten, truncated, inserted, removed, spliced, swapped,
+    forged_prefix, forged_length, forged_count,
+)  # fmt: skip
+
+
+def resealed(data: bytes, rng: Random) -> bytes:
+    """One part changed, all sizes and checksums made good."""
+    parts = Parts.of(data)
+    part = str(rng.choice(["header", "indices", *SECTIONS[:2], *SECTIONS[3:]]))
+    change = (flipped, overwritten, truncated, inserted, removed)[int(rng.integers(0, 5))]
+    if part == "header":
+        return parts.sealed(change(json.dumps(header_of(parts.sealed())[1]).encode(), rng))
+    if part == "indices":
+        place = int(rng.integers(0, len(parts.streams)))
+        parts.streams[place] = change(parts.streams[place] or b"\x01\x02\x03\x04", rng)
+    elif rng.random() < 0.3:
+        parts.blocks[part] = change(closed(parts.contents[part]) or b"\x00", rng)
+    else:
+        parts.contents[part] = change(parts.contents[part] or b"\x00", rng)
+    return parts.sealed()
+
+
+def odd_field(data: bytes, rng: Random) -> bytes:
+    """One value anywhere in the header is gone or another, of any type."""
+    parts = Parts.of(data)
+
+    def change(header: dict[str, Any]) -> None:
+        if rng.random() < 0.3:
+            key = str(rng.choice(["channels_last", "own_table", "axis", "groups", "aliases", "codebooks"]))
+            rng.choice(header["tensors"])[key] = ODD[int(rng.integers(0, 6))]
+            return
+        at: Any = header
+        while True:
+            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+            key = keys[int(rng.integers(0, len(keys)))]
+            if not isinstance(at[key], dict | list) or not at[key] or rng.random() < 0.1:
+                break
+            at = at[key]
+        if rng.random() < 0.1:
+            del at[key]
+        elif type(at[key]) is int and rng.random() < 0.5:
+            at[key] = other_number(at[key], rng)
+        else:
+            at[key] = copy.deepcopy(ODD[int(rng.integers(0, len(ODD)))])
+
+    parts.late.append(change)
+    return parts.sealed()
+
+
+def odd_number(data: bytes, rng: Random) -> bytes:
+    """One number of the frequency tables, or of the posterior's, is another."""
+    parts = Parts.of(data)
+    name, start, stop = "tables", 0, len(parts.contents["tables"])
+    posterior = parts.contents["posterior"]
+    if parts.header["posterior"] == "weight" and posterior[0] == 1 and rng.random() < 0.5:
+        name, start, stop = "posterior", 9, 9 + int.from_bytes(posterior[5:9], "little")
+    content = parts.contents[name]
+    numbers = leb128_numbers(content[start:stop])
+    for _ in range(int(rng.integers(1, 4))):
+        place = int(rng.integers(0, len(numbers)))
+        numbers[place] = other_number(numbers[place], rng)
+    table = leb128(*numbers)
+    head = content[: start - 4] + len(table).to_bytes(4, "little") if start else b""
+    parts.contents[name] = head + table + content[stop:]
+    return parts.sealed()
+
+
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, 2, -1, 2**48, 2**63, 2**64, 10**30, 0.5, 1e300, "", "a", "\x1b[2J", "\ud800",
+    "a\nb", "float64", "bool", [], [[]], [0], [1, 1], [0, 2**48, 2**48], [2**48], [0, 0], {}, {"parts": []},
+)  # fmt: skip
+
+RESEALED: tuple[Mutate, ...] = (resealed, odd_field, odd_number)
+
+
+def header_of(data: bytes) -> tuple[int, dict[str, Any]]:
+    """Where the header ends, and what it says."""
+    stop = 24 + PREFIX.unpack(data[:24])[3]
+    header = copy.deepcopy(Parts.of(data).header)
+    return stop, header
+
+
+def with_json(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return with_header(closed(text), len(text))
+
+
+def other_number(number: int, rng: Random) -> int:
+    """Near it, or at the edges of what a number may be; never the same."""
+    near = [number + 1, max(number - 1, 0), number + 4, 2 * number, 0, 1, number // 2]
+    far = [2**k for k in (8, 16, 20, 24, 31, 32, 40, 47, 48, 49, 63, 64, 70)]
+    choices = [n for n in (near if rng.random() < 0.6 else [*far, *(n - 1 for n in far)]) if n != number]
+    return choices[int(rng.integers(0, len(choices)))]
+
+
+def other_shape(shape: list[int], rng: Random) -> list[int]:
+    """Of another number of elements; no shape that holds as many would be a forged count."""
+    while True:
+        found = list(shape) or [1]
+        for _ in range(int(rng.integers(1, 3))):
+            place = int(rng.integers(0, len(found)))
+            found[place] = other_number(found[place], rng)
+        if rng.random() < 0.2:
+            found += [other_number(1, rng)]
+        if math.prod(found) != math.prod(shape):
+            return found
+
+
+@cache
+def mould(base: str) -> tuple[bytes, bytes, int]:
+    """A sound file, the same saved again from what was loaded, and the memory that loading it takes."""
+    data = case(base)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "good.pwfn"
+        path.write_bytes(data)
+        load(path)  # once before: what is imported and kept the first time does not count
+        found, _, memory = measured(path)
+    assert isinstance(found, Compressed)
+    return data, resaved(found), memory
+
+
+def resaved(found: Compressed) -> bytes:
+    if found.weight_sigma is not None:
+        return dumps(found, Posterior.WEIGHT)
+    return dumps(found, Posterior.CENTRE if found.centre_sigma is not None else Posterior.NONE)
+
+
+def measured(path: Path) -> tuple[Compressed | PwfnError, float, int]:
+    """What loading gives, its seconds, and the most bytes it held at once."""
+    found: Compressed | PwfnError
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    start = time.process_time()
+    try:
+        found = load(path)
+    except PwfnError as error:
+        found = error
+    seconds = time.process_time() - start
+    return found, seconds, tracemalloc.get_traced_memory()[1] - before
+
+
+def tried(seed: int, path: Path) -> str:
+    """One mutant: what became of it; anything that is not allowed is raised."""
+    rng = np.random.default_rng(seed)
+    base = BASES[seed % len(BASES)]
+    data, good, good_memory = mould(base)
+    strict = rng.random() < 0.75
+    mutations = STRICT if strict else RESEALED
+    mutate = mutations[int(rng.integers(0, len(mutations)))]
+    mutant = mutate(data, rng)
+    path.write_bytes(mutant)
+    what = f"seed {seed}: {base} {mutate.__name__}"
+    try:
+        found, seconds, memory = measured(path)
+    except BaseException as error:  # a panic of an extension is no Exception
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+    assert seconds <= MOST_SECONDS, f"{what}: {seconds:.2f} s"
+    assert memory <= MOST_MEMORY * good_memory, (
+        f"{what}: {memory:,} bytes, {good_memory:,} for the sound file"
+    )
+    if isinstance(found, PwfnError):
+        text = str(found)
+        assert text.startswith(f"{path}: "), f"{what}: {text}"
+        assert text.isprintable(), f"{what}: {text!r}"
+        assert len(text) <= 400 + len(str(path)), f"{what}: {text}"
+        return f"{mutate.__name__}: refused"
+    if mutant == data or resaved(found) == good:
+        return f"{mutate.__name__}: identical"
+    assert not strict, f"{what}: loads as something else"
+    state = found.dense_state_dict()
+    assert all(state[entry.name].shape == entry.shape for entry in found.layout.entries), what
+    assert Reader(path).file_bytes == len(mutant), what
+    return f"{mutate.__name__}: another valid file"
+
+
+def peak() -> int:
+    """Bytes that the process has held at most, torch's and constriction's included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("chunk", range(10))
+def test_mutants(chunk: int, tmp_path: Path) -> None:
+    for base in BASES:
+        mould(base)
+    before = peak()
+    outcomes = Counter(tried(seed, tmp_path / "m.pwfn") for seed in range(50 * chunk, 50 * chunk + 50))
+    tracemalloc.stop()
+    assert peak() - before <= MOST_GROWTH
+    assert sum(n for outcome, n in outcomes.items() if outcome.endswith("refused")) >= 40
+
+
+def test_every_mutation_changes_files() -> None:
+    """A mutation that does nothing would test nothing."""
+    for mutate in (*STRICT, *RESEALED):
+        for base in BASES:
+            data = case(base)[1]
+            changed = sum(mutate(data, np.random.default_rng(seed)) != data for seed in range(8))
+            assert changed >= 6, (mutate.__name__, base)
+
+
+def main(mutants: int) -> None:
+    for base in BASES:
+        mould(base)
+    before, start = peak(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = Counter(tried(seed, Path(folder) / "m.pwfn") for seed in range(mutants))
+    for outcome, number in sorted(outcomes.items()):
+        print(f"{number:7,}  {outcome}")
+    ends = Counter(outcome.partition(": ")[2] for outcome in outcomes.elements())
+    print(f"{mutants:,} mutants in {time.perf_counter() - start:.0f} s: {dict(ends)}")
+    print(f"no other exception, none over {MOST_SECONDS} s or {MOST_MEMORY} times the memory of a sound file")
+    print(f"the process grew by {(peak() - before) / 2**20:.1f} MiB")
+    assert peak() - before <= MOST_GROWTH
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)

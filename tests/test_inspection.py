@@ -1,0 +1,258 @@
+"""What is inside a file: every figure against one worked out here, and nothing rounded in our favour."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zstandard
+from torch import nn
+
+from pwfn import Compressed, Layout
+from pwfn.inspection import FileFacts, inspect, lines
+
+
+class Small(nn.Module):
+    """Two alike layers, one unlike, tied embeddings, and buffers of several types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(100, 60, bias=False)
+        self.second = nn.Linear(60, 100, bias=False)
+        self.third = nn.Linear(100, 40)
+        self.embedding = nn.Embedding(30, 7)
+        self.head = nn.Embedding(30, 7)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.tensor(5))
+        self.register_buffer("wide", torch.linspace(0, 1, 11, dtype=torch.float64))
+        self.register_buffer("narrow", torch.linspace(0, 1, 13, dtype=torch.float16))
+
+
+SIZES = {"first.weight": 6000, "second.weight": 6000, "third.weight": 4000, "third.bias": 40}
+WEIGHTS = 16_040
+
+# Values with counts that leave no doubt: the first two tensors alike, the third of its own kind.
+ALIKE = [0.0] * 3000 + [0.5] * 1500 + [-0.25] * 750 + [0.375] * 750
+UNLIKE = [-1.0] * 2000 + [2.0] * 2000
+BIAS = [0.0] * 40
+
+
+@pytest.fixture(scope="module")
+def compressed() -> Compressed:
+    generator = torch.Generator().manual_seed(0)
+    model = Small()
+    torch.nn.init.normal_(model.embedding.weight, generator=generator)
+    layout = Layout.of(model)
+    assert {entry.name: entry.size for entry in layout.entries} == SIZES
+    parts = [torch.tensor(part) for part in (ALIKE, ALIKE, UNLIKE, BIAS)]
+    values = torch.cat([part[torch.randperm(len(part), generator=generator)] for part in parts])
+    sigma = torch.full((WEIGHTS,), 0.125)
+    names = layout.views(values)
+    others = {name: tensor for name, tensor in model.state_dict().items() if name not in names}
+    return Compressed.of(layout, values, sigma, others, record={"model": "small"})
+
+
+@pytest.fixture(scope="module")
+def path(compressed: Compressed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inspection") / "small.pwfn"
+    compressed.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def facts(path: Path) -> FileFacts:
+    return inspect(path)
+
+
+def entropy(values: list[float]) -> float:
+    counts = Counter(values)
+    return sum(n / len(values) * math.log2(len(values) / n) for n in counts.values())
+
+
+def test_counts_and_entropy(facts: FileFacts, path: Path) -> None:
+    assert facts.path == str(path)
+    assert facts.model == "small"
+    assert facts.posterior == "centre"
+    assert facts.writer.startswith("pwfn ")
+    assert facts.weights == WEIGHTS
+    assert facts.unique == 6
+    pooled = entropy(ALIKE + ALIKE + UNLIKE + BIAS)
+    assert facts.entropy_bits == pytest.approx(pooled, rel=1e-12)
+    assert facts.power_of_two_share == pytest.approx((WEIGHTS - 1500) / WEIGHTS, rel=1e-12)  # all but 0.375
+    assert [tensor.entropy_bits for tensor in facts.tensors] == pytest.approx([1.75, 1.75, 1.0, 0.0])
+
+
+def test_the_parts_are_the_file(facts: FileFacts, path: Path) -> None:
+    assert facts.file_bytes == path.stat().st_size
+    parts = ("header", "codebook", "table", "index", "posterior", "untouched", "padding")
+    assert sum(getattr(facts, f"{part}_bytes") for part in parts) == facts.file_bytes
+    assert facts.index_bytes == sum(tensor.index_bytes for tensor in facts.tensors)
+    assert facts.bits_per_weight == 8 * (facts.index_bytes + facts.table_bytes) / WEIGHTS
+    # six values and six sigmas of four bytes, behind a byte each for how they are packed
+    assert facts.codebook_bytes <= 1 + 6 * 4
+    assert 0 < facts.posterior_bytes <= 1 + 6 * 4
+    assert facts.padding_bytes == 0
+    # zstd may save, and never costs more than that byte: both names of the embedding are stored
+    assert 0 < facts.untouched_bytes <= 1 + 2 * 840 + 8 + 88 + 26
+
+
+def test_each_tensor(facts: FileFacts) -> None:
+    assert {tensor.name: tensor.weights for tensor in facts.tensors} == SIZES
+    assert [tensor.shape for tensor in facts.tensors] == [(60, 100), (100, 60), (40, 100), (40,)]
+    assert [tensor.unique for tensor in facts.tensors] == [4, 4, 2, 1]
+    for tensor in facts.tensors:
+        assert tensor.fp32_bytes == 4 * tensor.weights
+        assert tensor.fp16_bytes == 2 * tensor.weights
+        assert tensor.int8_bytes == tensor.weights + 4
+        assert tensor.bits_per_weight == 8 * (tensor.index_bytes + tensor.table_bytes) / tensor.weights
+    for tensor in facts.tensors:
+        # a thousandth for tables that fit almost, and the coder's last state of 64 bits
+        ideal = tensor.entropy_bits * tensor.weights / 8
+        assert ideal <= tensor.index_bytes <= 1.001 * ideal + 8
+
+
+def test_the_shared_table_is_counted(facts: FileFacts) -> None:
+    """The alike tensors share a table, the unlike one has its own: two values, counts of two bytes."""
+    first, second, third, _ = facts.tensors
+    assert first.table_bytes == second.table_bytes == 0
+    # one byte for how many; a gap of one byte and a count of two for each
+    assert third.table_bytes == 1 + 2 * (1 + 2)
+    assert facts.shared_table_bytes == 1 + 4 * (1 + 2)
+    stored = facts.shared_table_bytes + sum(tensor.table_bytes for tensor in facts.tensors)
+    assert 0 < facts.table_bytes <= stored + 1
+    (line,) = (line for line in lines(facts) if line.startswith("table"))
+    assert f"{facts.shared_table_bytes:,}" in line
+
+
+def test_rivals(facts: FileFacts, compressed: Compressed, path: Path, tmp_path: Path) -> None:
+    # Tied tensors once; double precision counts as fp32, and half stays half.
+    others = 4 * 210 + 8 + 4 * 11 + 2 * 13
+    assert facts.untouched_raw_bytes == 4 * 210 + 8 + 8 * 11 + 2 * 13
+    assert facts.fp32_bytes == 4 * WEIGHTS + others
+    assert facts.fp16_bytes == 2 * (WEIGHTS + 210 + 11 + 13) + 8
+    assert facts.int8_bytes == WEIGHTS + 4 * 4 + others
+    state = compressed.dense_state_dict()
+    order = (*SIZES, "embedding.weight", "steps", "wide", "narrow")
+    narrow = {**state, "wide": state["wide"].float()}
+    assert set(state) - set(order) == {"head.weight"}
+    dense = b"".join(narrow[name].numpy().tobytes() for name in order)
+    assert len(dense) == facts.fp32_bytes
+    assert facts.zstd19_bytes is not None
+    assert abs(facts.zstd19_bytes - len(zstandard.ZstdCompressor(level=19).compress(dense))) <= 64
+    assert facts.rivals() == {
+        "fp32": facts.fp32_bytes,
+        "fp16": facts.fp16_bytes,
+        "int8": facts.int8_bytes,
+        "zstd19": facts.zstd19_bytes,
+    }
+    quick = inspect(path, zstd=False)
+    assert quick == replace(facts, zstd19_bytes=None)
+    assert "zstd19" not in quick.rivals()
+
+
+def test_json(facts: FileFacts) -> None:
+    found = json.loads(json.dumps(facts.to_dict()))
+    asked = {
+        "weights",
+        "unique",
+        "entropy_bits",
+        "index_bytes",
+        "codebook_bytes",
+        "untouched_bytes",
+        "header_bytes",
+        "file_bytes",
+        "fp32_bytes",
+        "tensors",
+    }
+    assert asked <= found.keys()
+    for name in asked - {"tensors"}:
+        assert found[name] == getattr(facts, name)
+    for name, size in facts.rivals().items():
+        assert found[f"ratio_{name}"] == size / facts.file_bytes
+    assert [tensor["name"] for tensor in found["tensors"]] == list(SIZES)
+    for tensor in found["tensors"]:
+        assert {"shape", "weights", "unique", "entropy_bits", "index_bytes", "fp32_bytes"} <= tensor.keys()
+
+
+def test_several_codebooks_and_other_posteriors(compressed: Compressed, tmp_path: Path) -> None:
+    divided = Compressed.of(
+        compressed.layout,
+        compressed.values(),
+        compressed.sigma,
+        compressed.untouched,
+        divide=lambda entry: (0, 2),
+    )
+    path = tmp_path / "net.pwfn"
+    divided.save(path, posterior="none")
+    facts = inspect(path, zstd=False)
+    assert (facts.posterior, facts.posterior_bytes, facts.model) == ("none", 0, None)
+    assert facts.unique == 6
+    assert facts.entropy_bits == pytest.approx(entropy(ALIKE + ALIKE + UNLIKE + BIAS), rel=1e-12)
+    compressed.save(path, posterior="weight")
+    facts = inspect(path, zstd=False)
+    assert facts.posterior == "weight"
+    assert facts.posterior_bytes > 0
+
+
+# For people
+
+
+@pytest.fixture
+def awkward(facts: FileFacts) -> FileFacts:
+    """Figures that rounding to nearest would make better than they are."""
+    return replace(
+        facts,
+        file_bytes=1000,
+        fp32_bytes=31_999,
+        fp16_bytes=15_999,
+        int8_bytes=2_899,
+        zstd19_bytes=1_009,
+        entropy_bits=1.00001,
+        bits_per_weight=1.50004,
+        power_of_two_share=0.99999,
+    )
+
+
+def test_nothing_is_rounded_in_our_favour(awkward: FileFacts) -> None:
+    text = lines(awkward)
+    times = {line.split()[0]: line.split()[-1] for line in text if line[:4] in ("fp32", "fp16", "int8")}
+    assert times["fp16"] == "15.99"
+    assert times["int8"] == "2.89"
+    assert [line.split()[-1] for line in text if line.startswith("fp32")] == ["31.99", "1.00"]
+    assert "entropy 1.0001 bits a weight in one pool; on disk 1.5001" in text
+    assert "99.9% of the weights are zero or a power of two" in text
+
+
+def test_exact_figures_stay_exact(facts: FileFacts) -> None:
+    text = lines(replace(facts, file_bytes=1000, fp16_bytes=2900, bits_per_weight=1.5, entropy_bits=1.25))
+    (line,) = (line for line in text if line.startswith("fp16"))
+    assert line.split() == ["fp16", "2,900", "2.90"]
+    assert "entropy 1.2500 bits a weight in one pool; on disk 1.5000" in text
+
+
+def test_every_part_and_every_tensor_has_its_line(facts: FileFacts, path: Path) -> None:
+    text = lines(facts)
+    assert text[0] == f"{path}: {facts.file_bytes:,} bytes for 16,040 weights of 6 values"
+    for part in ("header", "codebook", "table", "index", "posterior", "untouched", "padding", "file"):
+        (line,) = (line for line in text if line.split()[:1] == [part])
+        assert line.split()[1] == f"{getattr(facts, part + '_bytes'):,}"
+    for tensor in facts.tensors:
+        (line,) = (line for line in text if line.startswith(tensor.name))
+        _, weights, unique, bits, on_disk, size = line.split()
+        assert weights == f"{tensor.weights:,}"
+        assert int(unique) == tensor.unique
+        assert float(bits) == tensor.entropy_bits
+        assert tensor.bits_per_weight <= float(on_disk) < tensor.bits_per_weight + 1.0001e-4
+        assert size == f"{tensor.index_bytes + tensor.table_bytes:,}"
+
+
+def test_names_cannot_steer_the_terminal(facts: FileFacts) -> None:
+    text = "\n".join(lines(replace(facts, model="\x1b[2Jnet\rname\n")))
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "[2Jnet" in text
