@@ -46,6 +46,8 @@ def open_python(name: str, place: str, options: DataOptions) -> Data:
     except DataError as error:
         raise DataError(f"{path}: {function_name} returned other than two loaders: {error}") from error
     lengths = tuple(map(_length, made))
+    if lengths[0] is None:
+        raise DataError(f"{path}: the training loader has no length: give it __len__, its number of batches")
     if world > 1 and isinstance(test, Repeated) and any(n is not None and n < world for n in lengths):
         raise DataError(
             f"{path}: loaders of {lengths[0]} and {lengths[1]} batches do not go round {world} processes: "
