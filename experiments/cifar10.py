@@ -3,8 +3,8 @@
     python experiments/cifar10.py experiments/resnet20_each.toml \\
         --model cifar_resnet20 --weights resnet20_cifar10.safetensors --data data/cifar10.npz
 
-Accuracy and size after are those of the .pwfn file, loaded again. The run's folder is kept in --runs; a run that was
-cut off goes on from there.
+Accuracy and size after are those of the .pwfn file, loaded again. The run's folder is kept in --runs; a run
+that was cut off goes on from there.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ def main() -> None:
 
 def _file_facts(path: Path) -> dict[str, Any]:
     facts = inspect(path).to_dict()
-    kept = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "index_bytes")
-    kept += ("untouched_bytes", "fp32_bytes", "fp16_bytes", "int8_bytes", "zstd19_bytes")
+    kept = (
+        *("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "index_bytes"),
+        *("untouched_bytes", "fp32_bytes", "fp16_bytes", "int8_bytes", "zstd19_bytes"),
+    )
     digest = hashlib.sha256(load(path).values().numpy().tobytes()).hexdigest()
     return {**{name: facts[name] for name in kept}, "values_sha256": digest}
 

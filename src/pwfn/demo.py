@@ -41,8 +41,8 @@ def pretrained(train: data.TensorLoader, seed: int) -> nn.Module:
         steps = _PRETRAINING_EPOCHS * len(train)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
         model.train()
-        for _ in range(_PRETRAINING_EPOCHS):
-            for images, targets in train:
+        for number in range(_PRETRAINING_EPOCHS):
+            for images, targets in train.epoch(number):
                 optimizer.zero_grad()
                 F.cross_entropy(model(images), targets).backward()
                 optimizer.step()
