@@ -28,6 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("compressed",),
     ("storage", "codec"),
     ("fileheader", "sigmacodec"),
+    ("filecontent",),
     ("fileformat",),
     ("models",),
     ("data",),

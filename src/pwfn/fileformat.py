@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -20,13 +19,25 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pwfn import codec, sigmacodec
 from pwfn.codec import Table
-from pwfn.compressed import Compressed, Division, index_dtype
+from pwfn.compressed import Compressed, index_dtype
 from pwfn.errors import FileError
+from pwfn.filecontent import (
+    bytes_of,
+    check,
+    check_ascending,
+    check_machine,
+    check_range,
+    check_sigma,
+    symbols,
+    tensor_of,
+    untouched_bytes,
+    untouched_tensors,
+    within,
+)
 from pwfn.fileheader import Header, Posterior, Section, Stored, Stream
 from pwfn.storage import replacing
 from pwfn.version import __version__
@@ -72,12 +83,12 @@ def load(path: str | Path) -> Compressed:
 
 def dumps(compressed: Compressed, posterior: Posterior = Posterior.CENTRE) -> bytes:
     """The bytes of a file."""
-    _check(compressed)
+    check(compressed)
     if posterior is not Posterior.NONE and compressed.sigma is None:
         raise FileError("there is no posterior to save: pass posterior='none'")
     if posterior is Posterior.WEIGHT and compressed.weight_sigma is None:
         raise FileError("sigma is known per centre only: pass posterior='centre'")
-    arrays = [_symbols(compressed.indices[entry.span]) for entry in compressed.layout.entries]
+    arrays = [symbols(compressed.indices[entry.span]) for entry in compressed.layout.entries]
     shared, own = codec.choose_tables([codec.counts_of(array) for array in arrays])
     coded: list[bytes] = []
     for array, table in zip(arrays, own, strict=True):
@@ -86,11 +97,11 @@ def dumps(compressed: Compressed, posterior: Posterior = Posterior.CENTRE) -> by
         coded.append(codec.encode(array, used))
     tables = ([shared] if shared else []) + [table for table in own if table]
     blocks = {
-        "codebooks": b"".join(_bytes_of(book) for book in compressed.codebooks),
+        "codebooks": b"".join(bytes_of(book) for book in compressed.codebooks),
         "tables": b"".join(table.to_bytes() for table in tables),
         "indices": b"".join(coded),
         "posterior": _posterior_bytes(compressed, posterior),
-        "untouched": _untouched_bytes(compressed.untouched),
+        "untouched": untouched_bytes(compressed.untouched),
         "padding": b"",
     }
     stored = {name: block if name in _PLAIN_SECTIONS else _squeezed(block) for name, block in blocks.items()}
@@ -145,13 +156,13 @@ class Reader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with _naming(self.path):
-            _check_machine()
+            check_machine()
             with self.path.open("rb") as file:
                 self.file_bytes = file.seek(0, os.SEEK_END)
                 file.seek(0)
                 prefix = file.read(_PREFIX.size)
                 raw_size, packed = _header_block(prefix, file, self.file_bytes)
-            with _within("header"):
+            with within("header"):
                 raw = codec.unsqueeze(packed, raw_size, HEADER_RATIO)
             self.header = Header.from_json(raw)
             self._starts = self._checked_starts(_PREFIX.size + len(packed))
@@ -175,13 +186,13 @@ class Reader:
         """The codebooks, each ascending."""
         with _naming(self.path):
             raw = self._section("codebooks")
-            with _within("section 'codebooks'"):
-                whole = _tensor(raw, self.header.codebook_dtype, (-1,))
+            with within("section 'codebooks'"):
+                whole = tensor_of(raw, self.header.codebook_dtype, (-1,))
                 wanted = sum(self.header.codebook_sizes)
                 if whole.numel() != wanted:
                     raise FileError(f"there are {whole.numel():,} values, the header says {wanted:,}")
                 books = tuple(book.clone() for book in whole.split(list(self.header.codebook_sizes)))
-                _check_ascending(books)
+                check_ascending(books)
             return books
 
     def indices(self, name: str) -> Tensor:
@@ -211,8 +222,8 @@ class Reader:
         """Every tensor that is not compressed."""
         with _naming(self.path):
             raw = self._section("untouched")
-            with _within("section 'untouched'"):
-                return _untouched(raw, self.header.untouched)
+            with within("section 'untouched'"):
+                return untouched_tensors(raw, self.header.untouched)
 
     def compressed(self) -> Compressed:
         """Everything."""
@@ -272,7 +283,7 @@ class Reader:
 
     def _section(self, name: str) -> bytes:
         section = self._part(name)
-        with _within(f"section {name!r}"):
+        with within(f"section {name!r}"):
             with self.path.open("rb") as file:
                 block = _read(file, self._starts[name], section.size, section.crc32)
             if name in _PLAIN_SECTIONS or not block:
@@ -289,14 +300,14 @@ class Reader:
         books = self.header.codebook_sizes
         raw = self._section("tables")
         tables: list[Table] = []
-        with _within("section 'tables'"):
+        with within("section 'tables'"):
             numbers = codec.numbers_from_bytes(raw)
             sharing = sum(e.size for e, s in zip(entries, streams, strict=True) if not s.own_table)
             shared, at = Table.read(numbers, 0, max(books), sharing) if sharing else (None, 0)
             for entry, stream, division in zip(entries, streams, self.header.divisions, strict=True):
                 table = shared
                 if stream.own_table:
-                    with _within(f"tensor {entry.name!r}"):
+                    with within(f"tensor {entry.name!r}"):
                         alphabet = max(books[book] for book in division.codebooks)
                         table, at = Table.read(numbers, at, alphabet, entry.size)
                 assert table is not None  # sharing is not zero if any tensor has no own table
@@ -308,27 +319,27 @@ class Reader:
 
     def _stream(self, file: BinaryIO, position: int) -> bytes:
         stream = self.header.streams[position]
-        with _within(f"tensor {self.header.layout.entries[position].name!r}"):
+        with within(f"tensor {self.header.layout.entries[position].name!r}"):
             return _read(file, self._stream_starts[position], stream.size, stream.crc32)
 
     def _decoded(self, stream: bytes, position: int, tables: Sequence[Table]) -> codec.Integers:
         entry = self.header.layout.entries[position]
         books = np.array(self.header.codebook_sizes)
         dtype = torch.empty(0, dtype=index_dtype(int(books.max()))).numpy().dtype
-        with _within(f"tensor {entry.name!r}"):
+        with within(f"tensor {entry.name!r}"):
             found = codec.decode(stream, tables[position], entry.size, dtype)
-            _check_range(found, entry.shape, self.header.divisions[position], books)
+            check_range(found, entry.shape, self.header.divisions[position], books)
         return found
 
     def _with_posterior(self, found: Compressed) -> Compressed:
         kind = self.header.posterior
         raw = self._section("posterior")
-        with _within("section 'posterior'"):
+        with within("section 'posterior'"):
             if kind is Posterior.CENTRE:
-                sigma = _tensor(raw, found.layout.dtype, (-1,))
+                sigma = tensor_of(raw, found.layout.dtype, (-1,))
                 if sigma.numel() != sum(self.header.codebook_sizes):
                     raise FileError(f"there are {sigma.numel():,} sigmas, not one for each codebook value")
-                _check_sigma(sigma)
+                check_sigma(sigma)
                 books = tuple(part.clone() for part in sigma.split(list(self.header.codebook_sizes)))
                 return replace(found, centre_sigma=books)
             if kind is Posterior.WEIGHT:
@@ -350,7 +361,7 @@ def _header_block(prefix: bytes, file: BinaryIO, file_bytes: int) -> tuple[int, 
         raise FileError(f"the header claims {max(size, raw_size):,} bytes: 2^24 are allowed")
     if size > file_bytes - _PREFIX.size:
         raise FileError(f"the header claims {size:,} bytes, the file has {file_bytes:,}: it is truncated")
-    with _within("header"):
+    with within("header"):
         return raw_size, _read(file, _PREFIX.size, size, crc32)
 
 
@@ -364,61 +375,6 @@ def _read(file: BinaryIO, start: int, size: int, crc32: int) -> bytes:
     return block
 
 
-def _check(compressed: Compressed) -> None:
-    """What a reader would refuse is not written; :class:`Header` checks the rest."""
-    _check_machine()
-    layout, books = compressed.layout, compressed.codebooks
-    if {book.dtype for book in books} != {layout.dtype}:
-        raise FileError(f"the codebooks are not of type {layout.dtype}, as the layout's vector is")
-    _check_ascending(books)
-    if compressed.indices.shape != (layout.size,):
-        raise FileError(f"there are {compressed.indices.numel():,} indices for {layout.size:,} weights")
-    sizes = np.array([book.numel() for book in books])
-    for entry, division in zip(layout.entries, compressed.divisions, strict=True):
-        with _within(f"tensor {entry.name!r}"):
-            _check_range(_symbols(compressed.indices[entry.span]), entry.shape, division, sizes)
-    for sigma in (compressed.weight_sigma, *(compressed.centre_sigma or ())):
-        if sigma is not None:
-            if sigma.dtype != layout.dtype:
-                raise FileError(f"sigma is of type {sigma.dtype}, not {layout.dtype} as the codebooks are")
-            _check_sigma(sigma)
-
-
-def _check_machine() -> None:
-    if sys.byteorder != "little":
-        raise FileError("files are read and written on little-endian machines only")
-
-
-def _check_ascending(books: Sequence[Tensor]) -> None:
-    whole = torch.cat(list(books))
-    falls = whole.diff() <= 0
-    ends = torch.tensor([book.numel() for book in books]).cumsum(0)[:-1] - 1
-    falls[ends] = False  # from one codebook to the next
-    if not bool(torch.isfinite(whole).all()) or bool(falls.any()):
-        raise FileError("a codebook is not finite and ascending without repetition")
-
-
-def _check_range(
-    indices: codec.Integers, shape: tuple[int, ...], division: Division, books: NDArray[np.int64]
-) -> None:
-    """Every index is one into the codebook of its part."""
-    shape = shape or (1,)
-    limits = books[list(division.codebooks)]
-    largest = int(indices.max())
-    if int(indices.min()) >= 0 and largest < limits.min():
-        return
-    along = [1] * len(shape)
-    along[division.axis] = shape[division.axis]
-    limit = limits.repeat(shape[division.axis] // len(limits)).reshape(along)
-    if int(indices.min()) < 0 or bool((indices.reshape(shape) >= limit).any()):
-        raise FileError(f"an index is beyond its codebook of {limits.min():,} to {limits.max():,} values")
-
-
-def _check_sigma(sigma: Tensor) -> None:
-    if not bool((torch.isfinite(sigma) & (sigma >= 0)).all()):
-        raise FileError("a sigma is negative or not finite")
-
-
 def _posterior_bytes(compressed: Compressed, kind: Posterior) -> bytes:
     if kind is Posterior.NONE:
         return b""
@@ -426,56 +382,11 @@ def _posterior_bytes(compressed: Compressed, kind: Posterior) -> bytes:
         return sigmacodec.encode(compressed)
     sigmas = compressed.centre_sigmas()
     assert sigmas is not None  # checked before
-    return b"".join(_bytes_of(sigma) for sigma in sigmas)
-
-
-def _untouched_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """By width of the numbers, ascending; of each width all tensors in order, bytes shuffled."""
-    widths = sorted({tensor.dtype.itemsize for tensor in tensors.values()})
-    return b"".join(
-        codec.shuffled(b"".join(_bytes_of(t) for t in tensors.values() if t.dtype.itemsize == width), width)
-        for width in widths
-    )
-
-
-def _untouched(raw: bytes, wanted: Sequence[Stored]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    start = 0
-    for width in sorted({item.dtype.itemsize for item in wanted}):
-        group = [item for item in wanted if item.dtype.itemsize == width]
-        stop = start + sum(item.size for item in group)
-        plain, place = codec.unshuffled(raw[start:stop], width), 0
-        for item in group:
-            found[item.name] = _tensor(plain[place : place + item.size], item.dtype, item.shape)
-            place += item.size
-        start = stop
-    return {item.name: found[item.name] for item in wanted}
+    return b"".join(bytes_of(sigma) for sigma in sigmas)
 
 
 def _squeezed(block: bytes) -> bytes:
     return codec.squeeze(block) if block else b""
-
-
-def _symbols(indices: Tensor) -> codec.Integers:
-    array: codec.Integers = indices.numpy()
-    return array
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    if tensor.layout != torch.strided:
-        raise FileError(f"a tensor is stored as {tensor.layout}: make it dense first")
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if len(raw) % dtype.itemsize:
-        raise FileError(f"{len(raw)} bytes are not whole numbers of type {dtype}")
-    # A copy: frombuffer would share memory that cannot be written.
-    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    if dtype is torch.bool and bool((flat.view(torch.uint8) > 1).any()):
-        raise FileError("a boolean is neither 0 nor 1")
-    return flat.view(shape)
 
 
 @contextmanager
@@ -489,12 +400,3 @@ def _naming(path: Path) -> Iterator[None]:
         raise FileError(f"{path}: {error}") from error.__cause__
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from error
-
-
-@contextmanager
-def _within(what: str) -> Iterator[None]:
-    """Puts the part of the file that is at fault before an error."""
-    try:
-        yield
-    except FileError as error:
-        raise FileError(f"{what}: {error}") from None

@@ -55,6 +55,8 @@ def test_the_same_seed_gives_the_same_bits(precision: str) -> None:
     assert all(torch.equal(first.untouched[name], second.untouched[name]) for name in first.untouched)
 
 
+# Advice of the compiler's, and a deprecation within torch itself.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:.torch.jit.script_method")
 def test_compiled_step_trains_and_holds_what_is_fixed() -> None:
     net = GaussianNetwork(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))).cuda().train()
     net.fix(0.5)

@@ -29,7 +29,7 @@ class Recipe:
     """
 
     optimizer: Optimizer = Optimizer.SGD
-    epochs: int = 50
+    epochs: int = 100
     batch_size: int = 512  # of the training loader that is passed in
     learning_rate: float = 0.4  # its peak
     warmup: float = 0.1
