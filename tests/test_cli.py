@@ -455,3 +455,57 @@ def test_the_demos_settings_are_a_preset_with_a_faster_sigma() -> None:
         assert demo.settings(preset, 3) == expected
     with pytest.raises(PwfnError):
         demo.settings("nothing", 0)
+
+
+def test_compress_and_evaluate_tell_the_same_of_one_file(call: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = ["schedule.epochs_per_round=0.1", "finish.polish_epochs=0.1", "clustering.rule=nearest"]
+    status, out, err = call(
+        *("compress", "--model", "digits_resnet", "--data", "digits", "--weights", "random"),
+        *("--out", str(folder), "--seed", "3", "--batch-size", "128", "--device", "cpu", "--json"),
+        *(word for setting in settings for word in ("--set", setting)),
+    )
+    assert (status, err) == (0, "")
+    facts = json.loads(out)
+    assert facts == json.loads((folder / "result.json").read_text())
+    chosen = Config.load(folder / "config.toml")
+    assert (chosen.seed, chosen.clustering.rule, chosen.schedule.epochs_per_round) == (3, "nearest", 0.1)
+    status, out, err = call(
+        "evaluate", str(folder / "model.pwfn"), "--data", "digits", "--device", "cpu", "--json"
+    )
+    assert (status, err) == (0, "")
+    assert json.loads(out)["after"] == facts["after"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--preset", "papr"], "preset 'papr' is unknown: did you mean 'paper'?"),
+        (["--set", "clustering.rul=each"], "setting 'clustering.rul' is unknown: did you mean 'rule'?"),
+        (["--set", "clustering.rule"], "'clustering.rule' is not of the form section.name=value"),
+        (["--set", "clustering.b=x"], "clustering.b is 'x': allowed is a whole number"),
+        (["--preset", "paper", "--config", "x.toml"], "give --config or --preset, not both"),
+        (["--config", "missing.toml"], "missing.toml: cannot read the settings"),
+    ],
+)
+def test_mistakes_in_the_settings_of_a_run(
+    call: Any, arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
+    status, out, err = call(
+        *("compress", "--model", "digits_resnet", "--data", "digits", "--weights", "random"),
+        *("--out", str(tmp_path / "run"), *arguments),
+    )
+    assert (status, out) == (2, "")
+    assert err.startswith(f"pwfn: {sentence}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_may_not_choose_the_code_that_scores_it(call: Any, tmp_path: Path) -> None:
+    net = GaussianNetwork(digits_resnet())
+    net.fix(1.0)
+    path = tmp_path / "model.pwfn"
+    net.finish().save(path, record={"model": "python:trap.py:make"})
+    status, _, err = call("evaluate", str(path), "--data", "digits")
+    assert status == 2
+    assert "the file wants to run trap.py:make" in err

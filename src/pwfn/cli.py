@@ -22,6 +22,9 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+BatchSize = Annotated[int, typer.Option(help="Images in a batch.", min=1)]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda:0, …; CUDA where there is one, unless given.")]
+Workers = Annotated[int, typer.Option(help="Processes that read images from folders.", min=0)]
 File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
 Preset = Annotated[str, typer.Option(help="Settings to start from: recommended or paper.")]
 
@@ -56,6 +59,64 @@ def top(
 ) -> None:
     """Options that stand before any command."""
     context.ensure_object(dict)["debug"] = debug
+
+
+@app.command()
+def compress(
+    model: Annotated[str, typer.Option(help="A name known to timm or pwfn, or python:FILE:FUNCTION.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="npz:PATH, imagefolder:DIR, cifar10:DIR, cifar100:DIR, digits or python:FILE:FUNCTION."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    weights: Annotated[
+        str, typer.Option(help="A file (safetensors or torch), pretrained (timm's own), or random.")
+    ] = "pretrained",
+    preset: Annotated[str | None, typer.Option(help="recommended (the default) or paper.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="One setting, as in clustering.rule=each.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random states.", min=0)] = None,
+    device: Device = None,
+    batch_size: BatchSize = 128,
+    workers: Workers = 4,
+    holdout: Annotated[int, typer.Option(help="Score on so many held-out training images.", min=0)] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on with the run in the folder.")] = False,
+    checkpoint_minutes: Annotated[float, typer.Option(help="Between two checkpoints.", min=0)] = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compress a network on data by name, into a folder; goes on after a crash with --resume."""
+    from pwfn import runs
+
+    how = runs.RunOptions(
+        model, data, out, weights, device, batch_size, workers, holdout, None, resume, checkpoint_minutes
+    )
+    settings = runs.settings(preset, config, changes or [], seed)
+    facts = runs.run(how, settings, _nothing if as_json else typer.echo)
+    typer.echo(json.dumps(facts) if as_json else runs.summary_line(facts))
+
+
+@app.command()
+def evaluate(
+    file: File,
+    data: Annotated[str, typer.Option(help="As for compress.")],
+    model: Annotated[str | None, typer.Option(help="The model, where the file does not name it.")] = None,
+    samples: Annotated[int, typer.Option(help="Also score an ensemble of so many draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    device: Device = None,
+    batch_size: BatchSize = 128,
+    workers: Workers = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Score the network in a .pwfn file on test data."""
+    from pwfn import runs
+
+    chosen = {"device": device, "samples": samples, "seed": seed, "batch_size": batch_size}
+    facts = runs.evaluate_file(file, data, model=model, workers=workers, **chosen)  # type: ignore[arg-type]
+    typer.echo(json.dumps(facts) if as_json else runs.summary_line(facts))
 
 
 @app.command()
@@ -130,14 +191,14 @@ def export(
 
 
 def main() -> None:
-    """Run the command; a user's mistake ends in one sentence and exit status 2."""
+    """Run the command; a user's mistake ends in one sentence and exit status 2, a signal in its own."""
     chosen: dict[str, bool] = {}
     try:
         app(prog_name="pwfn", obj=chosen)
     except PwfnError as error:
         text = traceback.format_exc().rstrip() if chosen.get("debug") else f"pwfn: {_one_line(error)}"
         typer.echo(text, err=True)
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_status) from None
 
 
 def _one_line(error: PwfnError) -> str:

@@ -15,6 +15,9 @@ class PwfnError(Exception):
     True
     """
 
+    exit_status = 2
+    """What the command ends with."""
+
     progress: Any = None
     """What a run had reached when this was raised in its midst: a :class:`pwfn.Progress`."""
 

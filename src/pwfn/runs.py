@@ -13,7 +13,8 @@ import hashlib
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -29,7 +30,7 @@ from pwfn.checkpoint import Store
 from pwfn.compressed import Compressed
 from pwfn.config import Config, Precision
 from pwfn.data import Data, DataOptions
-from pwfn.errors import FileError, PwfnError
+from pwfn.errors import ConfigError, FileError, PwfnError
 from pwfn.fileformat import load
 from pwfn.inspection import inspect
 from pwfn.models import DataConfig
@@ -46,7 +47,7 @@ class StoppedError(PwfnError):
 
     def __init__(self, folder: Path, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}; go on with --out {folder} --resume")
-        self.signal = number
+        self.exit_status = 128 + number  # as a shell would have it
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,30 @@ class RunOptions:
     limit: int | None = None  # train on so many images only
     resume: bool = False
     checkpoint_minutes: float = 10.0
+
+
+def settings(preset: str | None, file: Path | None, changes: Sequence[str], seed: int | None) -> Config:
+    """The settings of a preset or a file, with ``section.name=value`` changes on top.
+
+    >>> settings("paper", None, ["clustering.rule=each", "clustering.b=8"], None).clustering.b
+    8
+    """
+    if preset and file:
+        raise ConfigError("give --config or --preset, not both: a file names its own preset")
+    config = Config.load(file) if file else Config.preset(preset or "recommended")
+    config = config.override(dict(_change(text) for text in changes))
+    return config if seed is None else config.override({"seed": seed})
+
+
+def _change(text: str) -> tuple[str, Any]:
+    """One ``section.name=value``, the value as TOML has it; what is not TOML is text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not of the form section.name=value")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value.strip()
 
 
 def run(options: RunOptions, config: Config, say: Say = print) -> dict[str, Any]:
@@ -149,10 +174,7 @@ def evaluate_file(
 
 def create_for(compressed: Compressed, name: str | None) -> nn.Module:
     """An untrained network of a file's architecture: the one named, or that the file itself names."""
-    known = name or compressed.record.get("model")
-    if not isinstance(known, str):
-        raise PwfnError("the file does not say which model it is of: name it with --model")
-    return models.create(known)
+    return models.create(name or models.recorded(compressed.record))
 
 
 def round_facts(done: Round) -> dict[str, Any]:
@@ -279,7 +301,7 @@ def _model(options: RunOptions) -> tuple[nn.Module, DataConfig, str]:
 
 def _preparation(compressed: Compressed, name: str | None, network: nn.Module) -> DataConfig:
     """As the run that wrote the file prepared its images, or as is usual for the network."""
-    usual = models.data_config(name or str(compressed.record.get("model")), network)
+    usual = models.data_config(name or models.recorded(compressed.record), network)
     kept = compressed.record.get("preparation")
     if not isinstance(kept, dict):
         return usual

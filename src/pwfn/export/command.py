@@ -53,7 +53,7 @@ def from_file(
 
 
 def _onnx(compressed: Compressed, target: Path, name: str | None, shape: str | None) -> dict[str, Any]:
-    name = name or _recorded(compressed)
+    name = name or models.recorded(compressed.record)
     module = models.create(name)
     sizes = _sizes(shape) if shape is not None else models.input_shape(name, module)
     if sizes is None:
@@ -71,18 +71,6 @@ def _onnx(compressed: Compressed, target: Path, name: str | None, shape: str | N
             f"{done.largest_output:.2g}"
         ),
     }
-
-
-def _recorded(compressed: Compressed) -> str:
-    """The model that the file names; but a file may not choose which code is run."""
-    name = compressed.record.get("model")
-    if not isinstance(name, str):
-        raise PwfnError("the file does not say which model it is of: name it with --model")
-    if name.startswith("python:"):
-        raise PwfnError(
-            f"the file wants to run {name.removeprefix('python:')}: if you trust it, say --model {name}"
-        )
-    return name
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ config = data_config("cifar_resnet20", model, notes)        # how its images are
 """
 
 from pwfn.models.dataconfig import DataConfig, data_config
-from pwfn.models.names import INPUT_SHAPES, OWN, create, digits_resnet, input_shape, timm_model
+from pwfn.models.names import INPUT_SHAPES, OWN, create, digits_resnet, input_shape, recorded, timm_model
 from pwfn.models.resnet import (
     ProjectionBlock,
     ResidualBlock,
@@ -39,5 +39,6 @@ __all__ = [
     "input_shape",
     "load_weights",
     "ready_torchvision",
+    "recorded",
     "timm_model",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +122,19 @@ def _near(name: str, names: list[str], cutoff: float = 0.6) -> str:
     base = name.partition(".")[0]  # what follows is timm's tag of the weights
     near = difflib.get_close_matches(base, names, n=3, cutoff=cutoff)
     return f": did you mean {' or '.join(repr(item) for item in near)}?" if near else ""
+
+
+def recorded(record: Mapping[str, Any]) -> str:
+    """The model that a file's record names; but a file may not choose which code is run.
+
+    >>> recorded({"model": "resnet18"})
+    'resnet18'
+    """
+    name = record.get("model")
+    if not isinstance(name, str):
+        raise PwfnError("the file does not say which model it is of: name it with --model")
+    if name.startswith("python:"):
+        raise PwfnError(
+            f"the file wants to run {name.removeprefix('python:')}: if you trust it, say --model {name}"
+        )
+    return name
