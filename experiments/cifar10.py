@@ -64,7 +64,7 @@ def main() -> None:
     file = folder / "model.pwfn"
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     rounds = [line for line in lines if line["event"] == "round"]
-    scored = evaluate_file(file, source, device=options.device, samples=20, seed=config.seed)
+    scored = evaluate_file(file, chosen, samples=20, seed=config.seed)
     facts = {
         "name": name,
         "model": options.model,

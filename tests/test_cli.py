@@ -394,7 +394,8 @@ def test_the_demo_prints_a_line_a_round_and_what_became_of_the_weights() -> None
     assert lines[1].split()[:2] == ["round", "fixed"]
     assert {len(line) for line in lines[1:12]} == {len(lines[1])}  # columns stand under one another
     for line, done in zip(lines[2:12], result.rounds, strict=True):
-        number, fixed, loss, accuracy, bits, unique, powers = line.split()
+        number, fixed, loss, accuracy, bits, unique, powers, sigma = line.split()
+        assert float(sigma) > 0
         assert int(number) == done.number
         assert float(fixed.rstrip("%")) == pytest.approx(100 * done.fix.fraction)
         assert done.loss is not None

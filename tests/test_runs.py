@@ -69,7 +69,7 @@ def test_what_a_run_leaves(whole: Path) -> None:
 
 def test_figures_are_those_of_the_file(whole: Path) -> None:
     facts = json.loads((whole / "result.json").read_text())
-    again = evaluate_file(whole / "model.pwfn", "digits", device="cpu", samples=2)
+    again = evaluate_file(whole / "model.pwfn", options(whole), samples=2)
     assert again["after"] == facts["after"]
     assert 0 <= again["ensemble"] <= 1
     assert f"{facts['file_bytes']:,} bytes" in summary_line(facts)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.config import TrainingConfig
-from pwfn.errors import DataError, PwfnError
+from pwfn.errors import DataError, PwfnError, cause
 
 _TARGET_KEYS = ("labels", "label", "target", "targets")
 # What a model or loss raises on a batch it cannot take; anything else is a fault of its own.
@@ -131,7 +131,7 @@ class Source:
             try:
                 if iterator is None:
                     numbered = epoch is not None and self.has_epochs
-                    iterator = iter(loader.epoch(epoch, start) if numbered else loader)  # type: ignore[attr-defined]
+                    iterator = iter(loader.epoch(epoch, start) if numbered else loader)  # type: ignore[attr-defined]  # has_epochs
                 raw = next(iterator)
             except StopIteration:
                 return
@@ -175,7 +175,7 @@ class Stream:
 
     @staticmethod
     def _passes(source: Source, drawn: int) -> Iterator[Batch]:
-        first, start = divmod(drawn, max(len(source.loader), 1)) if source.has_epochs else (0, 0)  # type: ignore[arg-type]
+        first, start = divmod(drawn, max(len(source.loader), 1)) if source.has_epochs else (0, 0)  # type: ignore[arg-type]  # Sized
         for epoch in itertools.count(first):
             empty = True
             for batch in source.batches(epoch, start):
@@ -189,9 +189,3 @@ class Stream:
                 )
                 raise DataError(f"{source.name} {why}; pass a loader that can be iterated again and again")
             start = 0
-
-
-def cause(error: Exception) -> str:
-    """Class and first line of an error, for a message that speaks of it."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -114,8 +114,8 @@ def evaluate(
     """Score the network in a .pwfn file on test data."""
     from pwfn import runs
 
-    chosen = {"device": device, "samples": samples, "seed": seed, "batch_size": batch_size}
-    facts = runs.evaluate_file(file, data, model=model, workers=workers, **chosen)  # type: ignore[arg-type]
+    how = runs.RunOptions(model or "", data, file.parent, "", device, batch_size, workers)
+    facts = runs.evaluate_file(file, how, samples=samples, seed=seed)
     typer.echo(json.dumps(facts) if as_json else runs.summary_line(facts))
 
 

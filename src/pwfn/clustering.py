@@ -97,7 +97,7 @@ def fix_round(
         zero_fix=zero_fix,
         sweep=sweep,
         distance_floor=distance_floor,
-        fixed_sigma=fixed_sigma,  # type: ignore[arg-type]
+        fixed_sigma=fixed_sigma,  # type: ignore[arg-type]  # likewise
     )
     _check(mu, sigma, fixed, fraction)
     mu, sigma, fixed = mu.detach().clone(), sigma.detach().clone(), fixed.clone()

@@ -16,12 +16,12 @@ from pwfn.config import Config
 from pwfn.errors import FileError
 from pwfn.fileformat import load
 from pwfn.inspection import inspect
-from pwfn.pipeline import Progress, Result, Round, compress
+from pwfn.pipeline import Progress, Result, compress
 from pwfn.randomness import seeded
+from pwfn.runs import HEADER, round_line
 
 _PRETRAINING_EPOCHS = 12
 FILE = "model.pwfn"
-_HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two"
 
 
 def settings(preset: str, seed: int) -> Config:
@@ -58,10 +58,10 @@ def run(config: Config, say: Callable[[str], None] = print, out: Path | None = N
     model = pretrained(train, config.seed)
     size = sum(p.numel() for p in model.parameters())
     say(f"A residual network with {size:,} parameters, trained on {len(train.images):,} images of digits.")
-    say(_HEADER)
+    say(HEADER)
 
     def on_round(progress: Progress) -> None:
-        say(_row(progress.rounds[-1]))
+        say(round_line(progress.rounds[-1]))
 
     result = compress(model, train, test, config, on_round=on_round)
     for line in summary_lines(result):
@@ -92,15 +92,6 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
-
-
-def _row(done: Round) -> str:
-    loss = f"{done.loss:.4f}" if done.loss is not None else "-"
-    score = f"{done.scores.metric:.2%}" if done.scores and done.scores.metric is not None else "-"
-    return (
-        f"{done.number:>5}  {done.fix.fraction:>6.1%}  {loss:>7}  {score:>8}  "
-        f"{done.fixed.entropy_bits:>7.3f}  {done.fixed.unique:>6}  {done.fixed.power_of_two_share:>13.1%}"
-    )
 
 
 def summary_lines(result: Result) -> list[str]:

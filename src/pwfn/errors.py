@@ -44,3 +44,13 @@ class DivergedError(PwfnError):
 
 class FileError(PwfnError):
     """A file cannot be written, or is not a sound .pwfn file."""
+
+
+def cause(error: Exception) -> str:
+    """Class and first line of another's error, for a message of ours that speaks of it.
+
+    >>> cause(ValueError("no such thing"))
+    'ValueError: no such thing'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -171,7 +171,7 @@ def compress(
         try:
             return run.whole(progress, on_round, keep)
         except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
-            error.progress = progress  # type: ignore[attr-defined]
+            error.progress = progress  # type: ignore[attr-defined]  # ours declare it, others can hold it
             raise
 
 

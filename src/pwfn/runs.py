@@ -39,7 +39,7 @@ from pwfn.storage import replacing
 from pwfn.training import Objective, Scores, accuracy, evaluate
 
 Say = Callable[[str], None]
-_HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two  median sigma"
+HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two  median sigma"
 
 
 class StoppedError(PwfnError):
@@ -54,7 +54,7 @@ class StoppedError(PwfnError):
 class RunOptions:
     """What a run is made of, beside its settings."""
 
-    model: str  # one of our own, timm's, or python:FILE:FUNCTION
+    model: str  # one of our own, timm's, or python:FILE:FUNCTION; "" for the one that a file names
     data: str  # a source: npz:PATH, imagefolder:DIR, …
     out: Path
     weights: str = "pretrained"  # that (timm's own), a file, or "random"
@@ -116,7 +116,7 @@ def run(options: RunOptions, config: Config, say: Say = print) -> dict[str, Any]
         log.add({"event": "round", "batches": now.batches, **round_facts(now.rounds[-1])})
         say(round_line(now.rounds[-1]))
 
-    say(_HEADER)
+    say(HEADER)
     with _Keeper(store, options.checkpoint_minutes) as keep:
         result = compress(
             model, source.train, source.test, config, on_round=on_round, resume=progress, keep=keep
@@ -135,7 +135,7 @@ def score_file(
     source: Data,
     device: torch.device,
     *,
-    model: str | None = None,
+    model: str = "",
     samples: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -151,29 +151,18 @@ def score_file(
     return facts
 
 
-def evaluate_file(
-    path: Path,
-    data_name: str,
-    *,
-    model: str | None = None,
-    device: str | None = None,
-    samples: int = 0,
-    seed: int = 0,
-    batch_size: int = 128,
-    workers: int = 4,
-) -> dict[str, Any]:
-    """``pwfn evaluate``: what a file's network gets right on data by name."""
+def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0) -> dict[str, Any]:
+    """What a file's network gets right on data by name; the model is the file's own unless named."""
     compressed = load(path)
-    network = create_for(compressed, model)
-    where = _device(device)
-    options = RunOptions(model or "", data_name, path.parent, batch_size=batch_size, workers=workers)
-    source = _data(options, _preparation(compressed, model, network), seed, where)
-    _check_classes(compressed.apply_to(network).to(where), source, where)
-    return score_file(path, source, where, model=model, samples=samples, seed=seed)
+    network = create_for(compressed, options.model)
+    device = _device(options.device)
+    source = _data(options, _preparation(compressed, options.model, network), seed, device)
+    _check_classes(compressed.apply_to(network).to(device), source, device)
+    return score_file(path, source, device, model=options.model, samples=samples, seed=seed)
 
 
-def create_for(compressed: Compressed, name: str | None) -> nn.Module:
-    """An untrained network of a file's architecture: the one named, or that the file itself names."""
+def create_for(compressed: Compressed, name: str) -> nn.Module:
+    """An untrained network of a file's architecture: the one named or, for no name, that the file names."""
     return models.create(name or models.recorded(compressed.record))
 
 
@@ -299,7 +288,7 @@ def _model(options: RunOptions) -> tuple[nn.Module, DataConfig, str]:
     return model, models.data_config(options.model, model, notes), digest.hexdigest()[:16]
 
 
-def _preparation(compressed: Compressed, name: str | None, network: nn.Module) -> DataConfig:
+def _preparation(compressed: Compressed, name: str, network: nn.Module) -> DataConfig:
     """As the run that wrote the file prepared its images, or as is usual for the network."""
     usual = models.data_config(name or models.recorded(compressed.record), network)
     kept = compressed.record.get("preparation")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pwfn.batches import BATCH_ERRORS, Batch, Source, cause
+from pwfn.batches import BATCH_ERRORS, Batch, Source
 from pwfn.config import Precision, TrainingConfig
-from pwfn.errors import DataError, DivergedError
+from pwfn.errors import DataError, DivergedError, cause
 from pwfn.posterior import GaussianNetwork
 
 LossFn = Callable[[Any, Any], Tensor]

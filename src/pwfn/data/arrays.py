@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pwfn.data.described import Data, DataOptions, cause, fingerprint
+from pwfn.data.described import Data, DataOptions, fingerprint
 from pwfn.data.tensors import Split, TensorLoader
-from pwfn.errors import DataError
+from pwfn.errors import DataError, cause
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 

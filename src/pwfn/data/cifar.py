@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pwfn.data.arrays import Arrays
-from pwfn.data.described import cause
-from pwfn.errors import DataError
+from pwfn.errors import DataError, cause
 
 
 @dataclass(frozen=True)

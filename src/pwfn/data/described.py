@@ -139,9 +139,3 @@ def fingerprint(kind: str, parts: Iterable[Any]) -> str:
             raw = part if isinstance(part, bytes) else repr(part).encode()
             digest.update(f"|{len(raw)}|".encode() + raw)
     return digest.hexdigest()
-
-
-def cause(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

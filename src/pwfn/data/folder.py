@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pwfn.data.described import Data, DataOptions, cause, fingerprint
+from pwfn.data.described import Data, DataOptions, fingerprint
 from pwfn.data.epochs import Loader, epoch_order, seed_from, shares
 from pwfn.data.tensors import Normaliser
-from pwfn.errors import DataError
+from pwfn.errors import DataError, cause
 
 _EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"))
 _SAMPLED_FILES = 16  # whose bytes go into the fingerprint, of each split
@@ -145,7 +145,7 @@ class ImageLoader(Loader):
             warnings.simplefilter("ignore")  # of more workers than processors: the user chose them
             loader = DataLoader(
                 _Epoch(self.images, options, self.train, number),
-                batch_sampler=batches,  # type: ignore[arg-type]
+                batch_sampler=batches,  # type: ignore[arg-type]  # lists of positions will do
                 num_workers=min(options.workers, len(batches)),
                 collate_fn=_collate,
                 pin_memory=device.type == "cuda",
@@ -204,7 +204,7 @@ def _transform(options: DataOptions, train: bool) -> Callable[[Any], Tensor]:
     ready_torchvision()
     try:
         import PIL.Image  # noqa: F401
-        from torchvision import transforms  # type: ignore[import-untyped]
+        from torchvision import transforms  # type: ignore[import-untyped]  # it has no types
     except ImportError as error:
         raise DataError("image folders need torchvision: pip install 'pwfn[timm]'") from error
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pwfn.data.described import Data, DataOptions, cause, fingerprint
+from pwfn.data.described import Data, DataOptions, fingerprint
 from pwfn.data.epochs import Epochs, Repeated, as_epochs
-from pwfn.errors import DataError, PwfnError
+from pwfn.errors import DataError, PwfnError, cause
 
 
 def open_python(name: str, place: str, options: DataOptions) -> Data:
