@@ -35,7 +35,8 @@ CONFIG = Config().override(
 
 def options(folder: Path, **changes: object) -> RunOptions:
     usual = {"weights": "random", "batch_size": 64, "device": "cpu", "checkpoint_minutes": 1e-3}
-    return RunOptions("digits_resnet", "digits", folder, **{**usual, **changes})  # type: ignore[arg-type]
+    names = {"model": "digits_resnet", "data": "digits"}
+    return RunOptions(out=folder, **{**names, **usual, **changes})  # type: ignore[arg-type]
 
 
 def silent(line: str) -> None:
@@ -65,6 +66,13 @@ def test_what_a_run_leaves(whole: Path) -> None:
     facts = json.loads((whole / "result.json").read_text())
     assert facts["file_bytes"] == (whole / "model.pwfn").stat().st_size
     assert facts["weights"] == load(whole / "model.pwfn").layout.size
+
+
+def test_random_weights_leave_the_random_state_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(PwfnError, match="did you mean"):
+        run(options(tmp_path / "run", data="digitz"), CONFIG, silent)  # after the network was made
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_figures_are_those_of_the_file(whole: Path) -> None:

@@ -119,8 +119,8 @@ def facts(result: Result, out: Path | None = None) -> dict[str, Any]:
     """The same as plain numbers, rounds included; with ``out``, what is inside the file there too."""
     return {
         **({"file": inspect(out / FILE, zstd=False).to_dict()} if out is not None else {}),
-        "before": asdict(result.before) if result.before else None,
-        "after": asdict(result.after) if result.after else None,
+        "before": result.before.to_dict() if result.before else None,
+        "after": result.after.to_dict() if result.after else None,
         **asdict(result.summary.whole),
         "rounds": [
             {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from pwfn.training import (
     accuracy,
     divergence,
     evaluate,
+    finite,
     fit,
     reestimate_batchnorm,
     steps_in,
@@ -344,30 +344,19 @@ def _record(config: Config, progress: Progress, after: Scores | None) -> dict[st
     return {
         "method": "pwfn",
         "settings": config.to_dict(),
-        "before": _plain(progress.before),
-        "after": _plain(after),
+        "before": progress.before.to_dict() if progress.before else None,
+        "after": after.to_dict() if after else None,
         "rounds": [
             {
                 "fraction": done.fix.fraction,
-                "loss": _finite(done.loss),
-                "metric": _finite(done.scores.metric) if done.scores else None,
+                "loss": finite(done.loss),
+                "metric": finite(done.scores.metric) if done.scores else None,
                 "entropy_bits": done.fixed.entropy_bits,
                 "unique": done.fixed.unique,
             }
             for done in progress.rounds
         ],
     }
-
-
-def _plain(scores: Scores | None) -> dict[str, Any] | None:
-    if scores is None:
-        return None
-    return {"loss": _finite(scores.loss), "metric": _finite(scores.metric), "examples": scores.examples}
-
-
-def _finite(number: float | None) -> float | None:
-    """JSON has no NaN; a validation loss may well be, and the network must be saved all the same."""
-    return number if number is not None and math.isfinite(number) else None
 
 
 def _device_of(model: nn.Module) -> torch.device:

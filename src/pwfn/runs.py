@@ -35,8 +35,9 @@ from pwfn.fileformat import load
 from pwfn.inspection import inspect
 from pwfn.models import DataConfig
 from pwfn.pipeline import Progress, Round, compress, usable_device
+from pwfn.randomness import seeded
 from pwfn.storage import replacing
-from pwfn.training import Objective, Scores, accuracy, evaluate
+from pwfn.training import Objective, Scores, accuracy, evaluate, finite
 
 Say = Callable[[str], None]
 HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two  median sigma"
@@ -124,7 +125,10 @@ def run(options: RunOptions, config: Config, say: Say = print) -> dict[str, Any]
     path = folder / "model.pwfn"
     record = {"model": options.model, "data": source.fingerprint, "preparation": asdict(preparation)}
     result.save(path, record=record)
-    facts = {"before": _plain(result.before), **score_file(path, source, device, model=options.model)}
+    facts = {
+        "before": result.before.to_dict() if result.before else None,
+        **score_file(path, source, device, model=options.model),
+    }
     _write_text(folder / "result.json", json.dumps(facts, indent=1) + "\n")
     log.add({"event": "end", **facts})
     return facts
@@ -145,7 +149,7 @@ def score_file(
     scores = _scores(network, source, device)
     sizes = inspect(path, zstd=False)
     kept = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
-    facts = {"after": _plain(scores), **{name: getattr(sizes, name) for name in kept}}
+    facts = {"after": scores.to_dict(), **{name: getattr(sizes, name) for name in kept}}
     if samples:
         facts["ensemble"] = _ensemble(compressed, network, source, device, samples, seed)
     return facts
@@ -172,9 +176,9 @@ def round_facts(done: Round) -> dict[str, Any]:
         "round": done.number,
         "fraction": done.fix.fraction,
         "steps": done.steps,
-        "loss": done.loss,
-        "metric": done.scores.metric if done.scores else None,
-        "validation_loss": done.scores.loss if done.scores else None,
+        "loss": finite(done.loss),
+        "metric": finite(done.scores.metric) if done.scores else None,
+        "validation_loss": finite(done.scores.loss) if done.scores else None,
         "entropy_bits": done.fixed.entropy_bits,
         "unique": done.fixed.unique,
         "power_of_two_share": done.fixed.power_of_two_share,
@@ -200,7 +204,7 @@ def summary_line(facts: Mapping[str, Any]) -> str:
     """The end of a run in one line."""
     before, after = facts.get("before"), facts["after"]
     was = f"{before['metric']:.2%} before, " if before and before["metric"] is not None else ""
-    now = f"{after['metric']:.2%}" if after["metric"] is not None else f"loss {after['loss']:.4f}"
+    now = f"{after['metric']:.2%}" if after["metric"] is not None else f"loss {after['loss']}"
     drawn = f" ({facts['ensemble']:.2%} as an ensemble)" if "ensemble" in facts else ""
     return (
         f"{was}{now} after{drawn}; {facts['weights']:,} weights of {facts['unique']} values, "
@@ -277,8 +281,8 @@ def _model(options: RunOptions) -> tuple[nn.Module, DataConfig, str]:
     if options.weights == "pretrained":
         model = models.create(options.model, pretrained=True)
     else:
-        torch.manual_seed(0)  # random weights are for trying things out: let them be the same each time
-        model = models.create(options.model)
+        with seeded(0, torch.device("cpu")):  # random weights are for trying out: the same each time
+            model = models.create(options.model)
         if options.weights != "random":
             notes = models.load_weights(model, options.weights)
     digest = hashlib.sha256()
@@ -363,10 +367,6 @@ def _beginning(options: RunOptions, source: Data, progress: Progress | None) -> 
     if progress is None:
         return where
     return f"{where}; going on after round {len(progress.rounds)} and {progress.batches:,} batches"
-
-
-def _plain(scores: Scores | None) -> dict[str, Any] | None:
-    return asdict(scores) if scores else None
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -163,6 +163,19 @@ class Scores:
     metric: float | None  # accuracy as a share for classifiers; None where there is no metric
     examples: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN.
+
+        >>> Scores(math.inf, 0.5, 10).to_dict()
+        {'loss': None, 'metric': 0.5, 'examples': 10}
+        """
+        return {"loss": finite(self.loss), "metric": finite(self.metric), "examples": self.examples}
+
+
+def finite(number: float | None) -> float | None:
+    """The number, or None where it is NaN or infinite, as a loss may be and JSON cannot."""
+    return number if number is not None and math.isfinite(number) else None
+
 
 def accuracy(output: Any, target: Any) -> Tensor:
     """Share of targets whose class has the largest output along axis 1.
