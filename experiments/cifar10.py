@@ -21,8 +21,11 @@ from typing import Any
 import torch
 
 from pwfn import Config, load
+from pwfn.filescores import evaluate_file
 from pwfn.inspection import inspect
-from pwfn.runs import RunOptions, evaluate_file, run
+from pwfn.options import RunOptions
+from pwfn.runs import run
+from pwfn.watching import Lines
 
 SHOWN = (
     "top1_start",
@@ -57,8 +60,8 @@ def main() -> None:
     folder = options.runs / name
     source = f"npz:{options.data}"
     started = time.perf_counter()
-    chosen = RunOptions(options.model, source, folder, options.weights, options.device, resume=True)
-    run(chosen, config, lambda line: print(name, line, flush=True))
+    chosen = RunOptions(options.model, source, folder, options.weights, device=options.device, resume=True)
+    run(chosen, config, Lines(lambda line: print(name, line, flush=True)))
     seconds = round(time.perf_counter() - started, 1)
 
     file = folder / "model.pwfn"

@@ -20,10 +20,12 @@ ROOT = Path(pwfn.__file__).parent
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version", "errors"),
     ("config",),
+    ("options",),
     ("coverage",),
     ("layout",),
     ("pow2",),
     ("ops",),
+    ("clustering_free",),
     ("clustering",),
     ("compressed",),
     ("storage", "codec"),
@@ -36,12 +38,19 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("posterior",),
     ("metrics",),
     ("inspection",),
-    ("batches", "randomness"),
-    ("training",),
+    ("batches", "randomness", "team"),
+    ("opening",),
+    ("scoring",),
+    ("filescores",),
+    ("training", "targets"),
+    ("progress",),
+    ("rounds", "watching"),
     ("pipeline",),
     ("scratch",),
     ("checkpoint",),
+    ("keeping", "dryrun"),
     ("runs",),
+    ("commands",),
     ("demo",),
     ("cli",),
 )
@@ -115,7 +124,17 @@ def test_only_the_models_and_data_know_other_peoples_networks(package: str, allo
 
 
 def test_importing_pwfn_imports_no_heavy_or_optional_package() -> None:
-    heavy = ["timm", "torchvision", "sklearn", "typer", "rich", "transformers", "tomli_w", "matplotlib"]
+    heavy = [
+        "timm",
+        "torchvision",
+        "sklearn",
+        "typer",
+        "rich",
+        "transformers",
+        "tomli_w",
+        "matplotlib",
+        "accelerate",
+    ]
     program = f"import pwfn, sys; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""

@@ -50,7 +50,7 @@ def network() -> nn.Module:
 
 
 def run(
-    keep: Callable[[Callable[[], Progress]], None] | None = None, resume: Progress | None = None
+    keep: Callable[[Callable[[], Progress], bool], None] | None = None, resume: Progress | None = None
 ) -> Result:
     return compress(network(), Shuffled(), Shuffled(), CONFIG, keep=keep, resume=resume)
 
@@ -77,7 +77,7 @@ def test_a_run_cut_off_at_any_step_ends_in_the_same_bytes(step: int, tmp_path: P
     store = Store(tmp_path, {"run": 1})
     taken = 0
 
-    def keep(progress: Callable[[], Progress]) -> None:
+    def keep(progress: Callable[[], Progress], ends: bool) -> None:
         nonlocal taken
         taken += 1
         if taken == step:
@@ -93,7 +93,9 @@ def test_a_run_cut_off_at_any_step_ends_in_the_same_bytes(step: int, tmp_path: P
 
 
 def test_keeping_progress_changes_nothing(tmp_path: Path) -> None:
-    assert_same(run(keep=lambda progress: None), run(keep=lambda progress: progress() and None), tmp_path)
+    assert_same(
+        run(keep=lambda progress, ends: None), run(keep=lambda progress, ends: progress() and None), tmp_path
+    )
 
 
 def test_progress_after_a_round_is_enough_too(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def stored(folder: Path, times: int) -> Store:
     store = Store(folder, {"model": "a", "settings": {"seed": 0, "b": 7}})
     taken = 0
 
-    def keep(progress: Callable[[], Progress]) -> None:
+    def keep(progress: Callable[[], Progress], ends: bool) -> None:
         nonlocal taken
         taken += 1
         store.save(progress())

@@ -25,6 +25,7 @@ from pwfn.config import (
     Rule,
     ScheduleConfig,
     SigmaInit,
+    TargetConfig,
     TrainingConfig,
 )
 from pwfn.errors import ConfigError, PwfnError
@@ -36,6 +37,7 @@ SECTIONS: dict[str, type] = {
     "training": TrainingConfig,
     "schedule": ScheduleConfig,
     "finish": FinishConfig,
+    "target": TargetConfig,
 }
 
 NOT_A_NUMBER = ["1", "", True, None, [1.0], 1j, math.nan, math.inf, -math.inf, {}]
@@ -137,7 +139,10 @@ CASES: dict[str, Case] = {
     ),
     "training.weight_decay": AT_LEAST_0_CASE,
     "training.clip_norm": optional("a number above 0", [0, -1], [1, 0.5], ABOVE_0),
-    "training.precision": choice(Precision, "fp32", "bf16"),
+    "training.precision": choice(Precision, "fp32", "bf16", "fp16"),
+    "training.accumulate": number(
+        "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 8, 2.0], st.integers(1, 10**6)
+    ),
     "training.steps_per_epoch": optional(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 391, 3.0], st.integers(1, 10**12)
     ),
@@ -148,6 +153,11 @@ CASES: dict[str, Case] = {
     "finish.reestimate_epochs": ABOVE_0_CASE,
     "finish.polish_epochs": AT_LEAST_0_CASE,
     "finish.polish_learning_rate": AT_LEAST_0_CASE,
+    "target.max_drop": optional(
+        "a number of at least 0 and at most 100", [-0.1, 100.5], [0, 0.5, 100], st.floats(0, 100)
+    ),
+    "target.bits": optional("a number above 0", [0, -1], [0.5, 2.5], ABOVE_0),
+    "target.keep_states": switch(),
 }
 
 REFUSED = [(name, value) for name, case in CASES.items() for value in case.bad]

@@ -20,7 +20,11 @@ import torch
 
 from pwfn import Config, FileError, PwfnError, load
 from pwfn.checkpoint import Store
-from pwfn.runs import RunOptions, StoppedError, evaluate_file, run, summary_line
+from pwfn.filescores import evaluate_file, summary_line
+from pwfn.keeping import StoppedError
+from pwfn.options import RunOptions
+from pwfn.runs import run
+from pwfn.watching import Lines
 
 CONFIG = Config().override(
     {
@@ -39,31 +43,24 @@ def options(folder: Path, **changes: object) -> RunOptions:
     return RunOptions(out=folder, **{**names, **usual, **changes})  # type: ignore[arg-type]
 
 
-def silent(line: str) -> None:
-    """Say nothing."""
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    run(options(folder), CONFIG, silent)
+    run(options(folder), CONFIG)
     return folder
 
 
 def test_what_a_run_leaves(whole: Path) -> None:
     names = sorted(path.name for path in whole.iterdir())
-    assert [name for name in names if not name.startswith("checkpoint-")] == [
-        "config.toml",
-        "log.jsonl",
-        "model.pwfn",
-        "result.json",
-    ]
-    assert sum(name.startswith("checkpoint-") for name in names) == 2
+    assert names == ["checkpoints", "config.toml", "log.jsonl", "model.pwfn", "record.json"]
+    assert len(list((whole / "checkpoints").iterdir())) == 2
     assert Config.load(whole / "config.toml") == CONFIG
     lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["start", "round", "round", "round", "end"]
-    assert [line["fraction"] for line in lines[1:4]] == [0.5, 0.9, 1.0]
-    facts = json.loads((whole / "result.json").read_text())
+    events = [line["event"] for line in lines]
+    assert events == ["start", *["epoch", "round"] * 3, "epoch", "end"]
+    assert [line["fraction"] for line in lines if line["event"] == "round"] == [0.5, 0.9, 1.0]
+    assert lines[-2]["stage"] == "polish"
+    facts = json.loads((whole / "record.json").read_text())
     assert facts["file_bytes"] == (whole / "model.pwfn").stat().st_size
     assert facts["weights"] == load(whole / "model.pwfn").layout.size
 
@@ -71,12 +68,12 @@ def test_what_a_run_leaves(whole: Path) -> None:
 def test_random_weights_leave_the_random_state_alone(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     with pytest.raises(PwfnError, match="did you mean"):
-        run(options(tmp_path / "run", data="digitz"), CONFIG, silent)  # after the network was made
+        run(options(tmp_path / "run", data="digitz"), CONFIG)  # after the network was made
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_figures_are_those_of_the_file(whole: Path) -> None:
-    facts = json.loads((whole / "result.json").read_text())
+    facts = json.loads((whole / "record.json").read_text())
     again = evaluate_file(whole / "model.pwfn", options(whole), samples=2)
     assert again["after"] == facts["after"]
     assert 0 <= again["ensemble"] <= 1
@@ -86,7 +83,7 @@ def test_figures_are_those_of_the_file(whole: Path) -> None:
 def test_the_folder_of_another_run_is_not_written_over(whole: Path) -> None:
     before = (whole / "model.pwfn").read_bytes()
     with pytest.raises(FileError, match="holds a run already: go on with it by --resume"):
-        run(options(whole), CONFIG, silent)
+        run(options(whole), CONFIG)
     assert (whole / "model.pwfn").read_bytes() == before
 
 
@@ -102,12 +99,12 @@ def test_another_run_does_not_go_on_from_this_one(
     changes: dict[str, object], config: dict[str, object], message: str, whole: Path
 ) -> None:
     with pytest.raises(FileError, match=message):
-        run(options(whole, resume=True, **changes), CONFIG.override(config), silent)
+        run(options(whole, resume=True, **changes), CONFIG.override(config))
 
 
 def test_a_finished_run_taken_up_again_ends_the_same(whole: Path) -> None:
     before = (whole / "model.pwfn").read_bytes()
-    run(options(whole, resume=True), CONFIG, silent)
+    run(options(whole, resume=True), CONFIG)
     assert (whole / "model.pwfn").read_bytes() == before
 
 
@@ -122,9 +119,9 @@ def test_a_signal_leaves_a_checkpoint_and_the_end_is_the_same(
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     folder = tmp_path / "run"
     with pytest.raises(StoppedError, match=f"stopped by {number.name}; go on with --out .*run --resume"):
-        run(options(folder, checkpoint_minutes=60), CONFIG, interrupt)
+        run(options(folder, checkpoint_minutes=60), CONFIG, Lines(interrupt))
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
-    run(options(folder, resume=True), CONFIG, silent)
+    run(options(folder, resume=True), CONFIG)
     assert (folder / "model.pwfn").read_bytes() == (whole / "model.pwfn").read_bytes()
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["fraction"] for line in lines if line["event"] == "round"] == [0.5, 0.9, 1.0]
@@ -132,7 +129,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_end_is_the_same(
 
 def test_a_run_without_checkpoints_goes_on_from_the_start(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run(options(folder, resume=True), CONFIG, silent)
+    run(options(folder, resume=True), CONFIG)
     assert (folder / "model.pwfn").read_bytes() == (whole / "model.pwfn").read_bytes()
 
 
@@ -150,7 +147,7 @@ def test_a_run_without_checkpoints_goes_on_from_the_start(whole: Path, tmp_path:
 def test_mistakes_are_one_sentence(change: dict[str, object], message: str, tmp_path: Path) -> None:
     usual = {"model": "digits_resnet", "data": "digits", "weights": "random", "device": "cpu"}
     with pytest.raises(PwfnError, match=message) as caught:
-        run(RunOptions(out=tmp_path / "run", **{**usual, **change}), CONFIG, silent)  # type: ignore[arg-type]
+        run(RunOptions(out=tmp_path / "run", **{**usual, **change}), CONFIG)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -171,13 +168,13 @@ def killed_and_gone_on_with(folder: Path, moments: list[float]) -> int:
 
 def test_a_run_that_is_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) -> None:
     torch_threads = torch.get_num_threads()
-    run(options(tmp_path / "whole"), CONFIG, silent)
+    run(options(tmp_path / "whole"), CONFIG)
     kills = killed_and_gone_on_with(tmp_path / "killed", [0.3, 0.9])
     assert kills >= 1
     assert (tmp_path / "killed" / "model.pwfn").read_bytes() == (
         tmp_path / "whole" / "model.pwfn"
     ).read_bytes()
-    assert Store(tmp_path / "killed", {}).paths()
+    assert Store(tmp_path / "killed" / "checkpoints", {}).paths()
     assert torch.get_num_threads() == torch_threads
 
 
@@ -186,13 +183,13 @@ def main() -> None:
         run(
             options(Path(sys.argv[1]), resume=True, checkpoint_minutes=0.0),
             CONFIG,
-            lambda line: print(line, flush=True),
+            Lines(lambda line: print(line, flush=True)),
         )
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         began = time.monotonic()
-        run(options(folder / "whole"), CONFIG, silent)
+        run(options(folder / "whole"), CONFIG)
         length = time.monotonic() - began
         numbers = random.Random(0)
         same = kills = 0

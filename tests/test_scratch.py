@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pwfn import ConfigError, DataError, DivergedError, data
+from pwfn import ConfigError, DataError, DivergedError, cli, data
 from pwfn.config import Precision
 from pwfn.errors import FileError
 from pwfn.models import OWN, VisionTransformer, create, data_config, load_weights
-from pwfn.scratch import Epoch, Optimizer, Recipe, cutout, recipe_for, save_weights, train, untrained
+from pwfn.scratch import Epoch, Optimizer, Recipe, command, cutout, recipe_for, save_weights, train, untrained
 from pwfn.scratch.augmentation import mixed
 from pwfn.scratch.loop import _optimizer
 from pwfn.scratch.recipe import rise_and_fall
@@ -278,6 +284,7 @@ def test_no_recipe(name: str, hint: str) -> None:
     [
         ("optimizer", "lion"),
         ("precision", "fp8"),
+        ("precision", Precision.FP16),
         ("epochs", 0),
         ("epochs", 2.5),
         ("batch_size", "many"),
@@ -324,3 +331,201 @@ def test_weights_come_back_with_their_notes(tmp_path: Path) -> None:
 def test_weights_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"cannot be written: No such file or directory"):
         save_weights(create("digits_resnet"), tmp_path / "absent" / "w.safetensors", {})
+
+
+# The command
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The command in this process, which is quicker."""
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["anything", "train", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return called
+
+
+def on_digits(out: Path, *more: str) -> tuple[str, ...]:
+    return ("--model", "digits_resnet", "--data", "digits", "--out", str(out), "--device", "cpu", *more)
+
+
+def test_a_network_is_trained_and_its_weights_load_again(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "digits.safetensors"
+    status, out, err = call(*on_digits(path, "--epochs", "2", "--seed", "3"))
+    assert (status, err) == (0, "")
+    title, heads, first, last, sentence = out.splitlines()
+    assert title == "digits_resnet on digits, 1,347 images: 2 epochs in batches of 32, fp32 on cpu"
+    assert heads == "epoch     loss  learning rate  accuracy  seconds  time left"
+    assert (len(heads), len(last)) == (len(first), len(first))  # columns stand under one another
+    assert first.split()[0] == "1"
+    assert first.endswith(" s")
+    assert (last.split()[0], last.split()[-1]) == ("2", "-")
+    model = create("digits_resnet")
+    notes = load_weights(model, path)
+    images, targets = next(iter(data.digits().test))
+    with torch.no_grad():
+        top1 = 100 * float((model.eval()(images).argmax(1) == targets).double().mean())
+    assert top1 > 80
+    assert float(notes["top1"]) == pytest.approx(top1)
+    assert last.split()[3] == f"{top1:.2f}%"
+    assert sentence.startswith(
+        f"{path}: {path.stat().st_size:,} bytes; {top1:.2f}% of 450 test images right after "
+    )
+    assert sentence.endswith(f" s; compress it with --model digits_resnet --weights {path}")
+    assert (notes["model"], notes["classes"], notes["seed"]) == ("digits_resnet", "10", "3")
+    assert Recipe(**json.loads(notes["recipe"])) == replace(recipe_for("digits_resnet"), epochs=2, seed=3)
+    assert data_config("digits_resnet", model, notes) == data_config("digits_resnet", model)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_facts_of_a_training_as_json(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    numbers = ("--epochs", "1", "--batch-size", "64", "--learning-rate", "0.05", "--precision", "bf16")
+    status, out, err = call(*on_digits(path, *numbers, "--limit", "256", "--holdout", "128", "--json"))
+    assert (status, err, out.count("\n")) == (0, "", 1)
+    facts = json.loads(out)
+    assert facts["file"] == str(path)
+    assert facts["bytes"] == path.stat().st_size
+    assert (facts["device"], facts["epochs"], facts["classes"], facts["examples"]) == ("cpu", 1, 10, 128)
+    assert 0 <= facts["top1"] <= 100
+    assert facts["seconds"] > 0
+    changed = {"epochs": 1, "batch_size": 64, "learning_rate": 0.05, "precision": "bf16"}
+    assert facts["recipe"] == {**recipe_for("digits_resnet").to_dict(), **changed}
+    assert float(load_weights(create("digits_resnet"), path)["top1"]) == facts["top1"]
+
+
+def test_the_network_has_as_many_classes_as_the_data(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    arrays = {"x_train": (8, 8, 8, 1), "x_test": (4, 8, 8, 1)}
+    images = {name: draw.integers(256, size=shape, dtype=np.uint8) for name, shape in arrays.items()}
+    np.savez(tmp_path / "three.npz", **images, y_train=np.arange(8) % 3, y_test=np.arange(4) % 3)
+    path = tmp_path / "w.safetensors"
+    how = command.TrainOptions("digits_resnet", f"npz:{tmp_path / 'three.npz'}", path, epochs=1, device="cpu")
+    assert command.run(how, lambda line: None)["classes"] == 3
+    assert load_weights(create("digits_resnet", classes=3), path)["classes"] == "3"
+
+
+def test_loaders_of_a_function_get_the_usual_classes(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\nbatch = (torch.zeros(2, 1, 8, 8), torch.tensor([0, 9]))\n"
+        "def make():\n    return [batch], [batch]\n"
+    )
+    path = tmp_path / "w.safetensors"
+    how = command.TrainOptions(
+        "digits_resnet", f"python:{tmp_path / 'own.py'}:make", path, epochs=1, device="cpu"
+    )
+    assert command.run(how, lambda line: None)["classes"] is None
+    assert "classes" not in load_weights(create("digits_resnet"), path)
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    def weights(seed: int) -> dict[str, Tensor]:
+        path = tmp_path / "w.safetensors"
+        how = command.TrainOptions(
+            "digits_resnet", "digits", path, 1, seed=seed, device="cpu", limit=64, force=True
+        )
+        command.run(how, lambda line: None)
+        model = create("digits_resnet")
+        load_weights(model, path)
+        return state_of(model)
+
+    first = weights(1)
+    assert same(first, weights(1))
+    assert not same(first, weights(2))
+
+
+def test_help_names_every_option_and_says_that_training_does_not_resume(call: Any) -> None:
+    status, out, _ = call("--help")
+    text = " ".join(out.split())
+    names = [f"--{name.replace('_', '-')}" for name in vars(command.TrainOptions("", "", Path()))]
+    assert status == 0
+    assert [name for name in (*names, "--json", "does not resume") if name not in text] == []
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes are found before anything is trained."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("training began")
+
+    monkeypatch.setattr(command, "train", fail)
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--model", "cifar_resnet19"), "model 'cifar_resnet19' has no recipe to train it from scratch: did"),
+        (("--data", "digit"), "data source 'digit' is of no known kind: did you mean digits?"),
+        (("--data", "npz:{folder}/none.npz"), "{folder}/none.npz: there is no such file"),
+        (("--model", "cifar_resnet20"), "digits: images are 8×8×1 and have 1 channels, mean and std have 3"),
+        (("--out", "{folder}/none/w"), "{folder}/none/w: cannot be written: No such file or directory"),
+        (("--out", "{folder}"), "{folder}: is a folder: name a file in it"),
+        (("--out", "{folder}/old"), "{folder}/old: is there already: name another file, or replace it with"),
+        (("--precision", "fp8"), "recipe.precision is 'fp8': allowed is one of fp32, bf16\n"),
+        (("--learning-rate", "-1"), "recipe.learning_rate is -1.0: allowed is a number above 0"),
+        (("--holdout", "1347"), "digits: holdout is 1,347 of 1,347 training images: some must be left"),
+        (("--device", "tpu:9"), "device 'tpu:9' cannot be used"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_one_sentence_before_any_training(
+    call: Any, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / "old").write_text("old")
+    given = on_digits(tmp_path / "w", *(word.format(folder=tmp_path) for word in arguments))
+    status, out, err = call(*given)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"pwfn: {sentence.format(folder=tmp_path)}")
+    assert err.count("\n") == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"old": "old"}
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_read_only_file_is_not_replaced_by_force(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    path.write_text("old")
+    path.chmod(0o444)
+    status, _, err = call(*on_digits(path, "--force"))
+    assert status == 2
+    assert err.startswith(f"pwfn: {path}: is read-only")
+    assert path.read_text() == "old"
+
+
+def test_force_replaces_a_file(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    path.write_text("old")
+    assert call(*on_digits(path, "--force", "--epochs", "1", "--limit", "64"))[0] == 0
+    load_weights(create("digits_resnet"), path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has another Ctrl-C")
+def test_ctrl_c_ends_in_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-m", "pwfn", "train", *on_digits(path, "--epochs", "1000")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert child.stdout is not None
+        while not child.stdout.readline().startswith("    1 "):
+            assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130
+    sentence = rf"pwfn: stopped by Ctrl-C after \d+ of 1000 epochs: {path} was not written, and .*\n"
+    assert re.fullmatch(sentence, err)
+    assert list(tmp_path.iterdir()) == []

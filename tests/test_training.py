@@ -23,16 +23,8 @@ from pwfn.batches import Batch, Source
 from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import DataError, DivergedError, LayoutError
 from pwfn.randomness import seeded
-from pwfn.training import (
-    Objective,
-    Scores,
-    accuracy,
-    divergence,
-    evaluate,
-    fit,
-    reestimate_batchnorm,
-    steps_in,
-)
+from pwfn.scoring import Objective, Scores, accuracy, divergence, evaluate
+from pwfn.training import fit, reestimate_batchnorm, steps_in
 
 CPU = torch.device("cpu")
 PLAIN = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=0.1)

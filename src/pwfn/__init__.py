@@ -13,18 +13,24 @@ from pwfn.errors import (
     DivergedError,
     FileError,
     LayoutError,
+    PeerError,
     PwfnError,
+    TooLargeError,
     WeightError,
 )
 from pwfn.fileformat import load
 from pwfn.layout import Layout
-from pwfn.pipeline import Progress, Result, Round, compress
+from pwfn.pipeline import Result, compress
 from pwfn.posterior import FixRecord, GaussianNetwork, initial_sigma
 from pwfn.pow2 import candidates
+from pwfn.progress import Progress, Pulse, Round
+from pwfn.targets import Choice, State
+from pwfn.team import Team
 from pwfn.version import __version__
 
 __all__ = [
     "PAPER_FRACTIONS",
+    "Choice",
     "Compressed",
     "Config",
     "ConfigError",
@@ -38,10 +44,15 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Move",
+    "PeerError",
     "Progress",
+    "Pulse",
     "PwfnError",
     "Result",
     "Round",
+    "State",
+    "Team",
+    "TooLargeError",
     "WeightError",
     "__version__",
     "candidates",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.config import TrainingConfig
-from pwfn.errors import DataError, PwfnError, cause
+from pwfn.errors import DataError, PwfnError, TooLargeError, cause
 
 _TARGET_KEYS = ("labels", "label", "target", "targets")
 # What a model or loss raises on a batch it cannot take; anything else is a fault of its own.
@@ -56,16 +56,38 @@ class Batch:
         """The model's output; a batch it cannot take is the user's to mend, and says so."""
         try:
             return model(*self.args, **self.kwargs)
-        except torch.OutOfMemoryError as error:
-            raise DataError(
-                f"{where}: out of memory with inputs {self._describe()}: use smaller batches"
-            ) from error
         except BATCH_ERRORS as error:
+            if is_out_of_memory(error):
+                raise self.too_large(where) from error
             raise DataError(
-                f"{where}: the model cannot take inputs {self._describe()}: {cause(error)}"
+                f"{where}: the model cannot take inputs {self.describe()}: {cause(error)}"
             ) from error
 
-    def _describe(self) -> str:
+    def too_large(self, where: str, fits: int | None = None) -> TooLargeError:
+        """The error for a batch that does not fit in memory; with ``fits``, what would, as tried out."""
+        if fits is None:
+            advice = "use smaller batches"
+        elif fits == 0:
+            advice = "not even one example fits: use a smaller model or image, or a larger device"
+        else:
+            advice = f"a batch of {fits:,} fits"
+        return TooLargeError(f"{where}: out of memory with inputs {self.describe()}: {advice}")
+
+    def first(self, count: int) -> Batch:
+        """Its first examples: of every tensor as long as the batch, so many rows."""
+        size = self.size
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value[:count] if value.dim() > 0 and value.shape[0] == size else value
+            if isinstance(value, Mapping):
+                return {key: cut(item) for key, item in value.items()}
+            return tuple(cut(item) for item in value) if isinstance(value, tuple) else value
+
+        return Batch(cut(self.args), cut(self.kwargs), cut(self.target))
+
+    def describe(self) -> str:
+        """Shapes and number types of the inputs."""
         named = [("", value) for value in self.args] + [(f"{k}=", v) for k, v in self.kwargs.items()]
         return ", ".join(
             f"{name}{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}"
@@ -73,6 +95,11 @@ class Batch:
             else f"{name}{type(v).__name__}"
             for name, v in named
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; the CPU's allocator has no class of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

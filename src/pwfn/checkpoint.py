@@ -1,6 +1,6 @@
 """A run's progress on disk: written whole, checked when it is read, two of them kept.
 
-A checkpoint file is ``PWFNCKPT``, the SHA-256 of what follows, and a torch archive of plain values
+A checkpoint file is ``PWFNCKP2``, the SHA-256 of what follows, and a torch archive of plain values
 and tensors that is read with ``weights_only``: nothing in it is ever run.
 """
 
@@ -18,24 +18,27 @@ import torch
 from pwfn.clustering import FixStep, Move
 from pwfn.errors import FileError
 from pwfn.metrics import Pool
-from pwfn.pipeline import Progress, Round
 from pwfn.posterior import FixRecord
+from pwfn.progress import Progress, Round
+from pwfn.scoring import Scores
 from pwfn.storage import replacing
-from pwfn.training import Fitting, Scores
+from pwfn.targets import Choice, State
+from pwfn.training import Fitting
 
-_MAGIC = b"PWFNCKPT"
+_MAGIC = b"PWFNCKP2"
 _KEPT = 2
 
 
 @dataclass(frozen=True)
 class Store:
-    """The checkpoints of one run: ``checkpoint-000001.pt``, … in a folder."""
+    """The checkpoints of one run: ``checkpoint-000001.pt``, … in a folder of their own."""
 
     folder: Path
     identity: Mapping[str, Any]  # what a run must have in common with the one it goes on from
 
     def save(self, progress: Progress) -> Path:
         """Write the next checkpoint, and remove all but the newest two."""
+        self._make_folder()
         known = self.paths()
         number = int(known[-1].stem.rpartition("-")[2]) + 1 if known else 1
         path = self.folder / f"checkpoint-{number:06d}.pt"
@@ -64,6 +67,12 @@ class Store:
     def paths(self) -> list[Path]:
         """The files, oldest first."""
         return sorted(self.folder.glob("checkpoint-[0-9]*.pt"))
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{self.folder}: cannot be made a folder: {error.strerror}") from error
 
     def clear_leftovers(self) -> None:
         """Remove what a run that was killed while it wrote has left half done."""
@@ -106,12 +115,14 @@ def to_plain(progress: Progress) -> dict[str, Any]:
     fitting = progress.fitting
     return {
         "rounds": [_plain_round(done) for done in progress.rounds],
+        "states": [_plain_state(state) for state in progress.states],
+        "choice": asdict(progress.choice) if progress.choice else None,
         "before": asdict(progress.before) if progress.before else None,
         "state": progress.state,
         "finished": progress.finished,
         "batches": progress.batches,
         "random": progress.random,
-        "fitting": [fitting.step, fitting.total, fitting.optimizer] if fitting else None,
+        "fitting": [fitting.step, fitting.totals, fitting.optimizer, fitting.scaler] if fitting else None,
     }
 
 
@@ -119,6 +130,8 @@ def from_plain(plain: Mapping[str, Any]) -> Progress:
     """What ``to_plain`` was given."""
     return Progress(
         rounds=[_round(done) for done in plain["rounds"]],
+        states=[_state(state) for state in plain["states"]],
+        choice=Choice(**plain["choice"]) if plain["choice"] else None,
         before=Scores(**plain["before"]) if plain["before"] else None,
         state=plain["state"],
         finished=plain["finished"],
@@ -151,3 +164,14 @@ def _round(plain: Mapping[str, Any]) -> Round:
     quartiles = tuple(plain["sigma_quartiles"])
     changed = {"fix": record, "fixed": Pool(**plain["fixed"]), "scores": scores, "sigma_quartiles": quartiles}
     return Round(**{**plain, **changed})
+
+
+def _plain_state(state: State) -> dict[str, Any]:
+    # As a tensor: a weights-only load takes no bytes.
+    content = torch.frombuffer(bytearray(state.content), dtype=torch.uint8)
+    return {**asdict(state), "content": content}
+
+
+def _state(plain: Mapping[str, Any]) -> State:
+    scores = Scores(**plain["scores"]) if plain["scores"] else None
+    return State(**{**plain, "scores": scores, "content": plain["content"].numpy().tobytes()})

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-BatchSize = Annotated[int, typer.Option(help="Images in a batch.", min=1)]
+BatchSize = Annotated[int, typer.Option(help="Images in a batch of each process.", min=1)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda:0, …; CUDA where there is one, unless given.")]
 Workers = Annotated[int, typer.Option(help="Processes that read images from folders.", min=0)]
 File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
@@ -83,20 +83,65 @@ def compress(
     device: Device = None,
     batch_size: BatchSize = 128,
     workers: Workers = 4,
+    classes: Annotated[
+        int | None, typer.Option(help="The network's outputs, if not as usual.", min=1)
+    ] = None,
     holdout: Annotated[int, typer.Option(help="Score on so many held-out training images.", min=0)] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on with the run in the folder.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Points of accuracy that may be lost: keeps the smallest such state.")
+    ] = None,
+    target_bits: Annotated[
+        float | None, typer.Option(help="Most bits a weight: keeps the most accurate such state.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     checkpoint_minutes: Annotated[float, typer.Option(help="Between two checkpoints.", min=0)] = 10.0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write curves to OUT/tensorboard as well.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try one step; say memory, time and size. Writes nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compress a network on data by name, into a folder; goes on after a crash with --resume."""
-    from pwfn import runs
+    from pwfn import commands, options
 
-    how = runs.RunOptions(
-        model, data, out, weights, device, batch_size, workers, holdout, None, resume, checkpoint_minutes
+    how = options.RunOptions(
+        *(model, data, out, weights, classes, device, batch_size, None, workers, holdout, limit),
+        *(resume, checkpoint_minutes, tensorboard),
     )
-    settings = runs.settings(preset, config, changes or [], seed)
-    facts = runs.run(how, settings, _nothing if as_json else typer.echo)
-    typer.echo(json.dumps(facts) if as_json else runs.summary_line(facts))
+    chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits)
+    raise typer.Exit(commands.compress(how, chosen, typer.echo, dry_run=dry_run, as_json=as_json))
+
+
+@app.command()
+def train(
+    model: Annotated[
+        str, typer.Option(help="cifar_resnet18, cifar_resnet20, cifar_resnet56 or cifar_vit_tiny.")
+    ],
+    data: Annotated[str, typer.Option(help="As for compress.")],
+    out: Annotated[Path, typer.Option(help="File for the weights, safetensors.")],
+    epochs: Annotated[int | None, typer.Option(help="In place of the recipe's.", min=1)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="In place of the recipe's.", min=1)] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Its peak, in place of the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random states.", min=0)] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32 or bf16, in place of the recipe's.")] = None,
+    device: Device = None,
+    limit: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
+    holdout: Annotated[int, typer.Option(help="Score on so many held-out training images.", min=0)] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train one of pwfn's CIFAR networks from scratch; takes minutes on a GPU, and does not resume."""
+    from pwfn.scratch import command as job
+
+    how = job.TrainOptions(
+        *(model, data, out, epochs, batch_size, learning_rate, seed, precision, device),
+        *(limit, holdout, force),
+    )
+    facts = job.run(how, _nothing if as_json else typer.echo)
+    typer.echo(json.dumps(facts) if as_json else facts["sentence"])
 
 
 @app.command()
@@ -107,16 +152,19 @@ def evaluate(
     samples: Annotated[int, typer.Option(help="Also score an ensemble of so many draws.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
     device: Device = None,
-    batch_size: BatchSize = 128,
+    batch_size: Annotated[int | None, typer.Option(help="As suits the data, unless given.", min=1)] = None,
     workers: Workers = 4,
     as_json: AsJson = False,
 ) -> None:
     """Score the network in a .pwfn file on test data."""
-    from pwfn import runs
+    from pwfn import filescores
+    from pwfn.options import RunOptions
 
-    how = runs.RunOptions(model or "", data, file.parent, "", device, batch_size, workers)
-    facts = runs.evaluate_file(file, how, samples=samples, seed=seed)
-    typer.echo(json.dumps(facts) if as_json else runs.summary_line(facts))
+    how = RunOptions(
+        *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
+    )
+    facts = filescores.evaluate_file(file, how, samples=samples, seed=seed)
+    typer.echo(json.dumps(facts) if as_json else filescores.summary_line(facts))
 
 
 @app.command()

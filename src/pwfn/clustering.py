@@ -1,8 +1,7 @@
 """One fixing round: free weights move to a few popular centres until enough are fixed.
 
-The nearest candidate of a weight does not depend on its sigma, so the free means are sorted
-once a round; the weights nearest to a candidate are then one stretch of that order, found by
-bisection, and no table of weights by candidates is ever made.
+The nearest candidate of a weight does not depend on its sigma, so the weights nearest to a candidate
+are those within one stretch of the line, and no table of weights by candidates is ever made.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pwfn.clustering_free import FreeWeights
 from pwfn.config import ClusteringConfig, FixedSigma, Rule
 from pwfn.errors import WeightError
-from pwfn.pow2 import candidates
 
 
 class FixStep(NamedTuple):
@@ -100,134 +99,31 @@ def fix_round(
         fixed_sigma=fixed_sigma,  # type: ignore[arg-type]  # likewise
     )
     _check(mu, sigma, fixed, fraction)
-    mu, sigma, fixed = mu.detach().clone(), sigma.detach().clone(), fixed.clone()
+    mu, sigma, fixed = (
+        tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (mu, sigma, fixed)
+    )
     steps: list[FixStep] = []
-    needed = target_count(mu.numel(), fraction) - int(fixed.sum())
+    needed = target_count(mu.numel(), fraction) - int(fixed.count_nonzero())
     if needed <= 0:
         return FixResult(mu, sigma, fixed, steps)
 
-    free = _Free.of(mu, sigma, fixed, settings)
+    free = FreeWeights(mu, sigma, fixed, settings)
     omega, delta = 1, settings.delta
     while needed > 0:
         centre, stretch = free.most_popular(omega)
-        chosen = free.admitted(centre, stretch, delta, needed)
-        if chosen.numel() > 0:
-            at, means = free.index[chosen], free.means[chosen]
-            mu[at] = centre
-            if settings.fixed_sigma is FixedSigma.STD:
-                sigma[at] = means.double().std(correction=0).to(sigma.dtype)
-            fixed[at] = True
-            steps.append(FixStep(centre, omega, delta, chosen.numel()))
-            needed -= chosen.numel()
-            free.remove(chosen)
+        near, chosen = free.admitted(centre, stretch, delta, needed)
+        if chosen.length > 0:
+            free.fix(near, chosen, centre)
+            steps.append(FixStep(centre, omega, delta, chosen.length))
+            needed -= chosen.length
             continue
         omega, delta = min(omega + 1, settings.omega_max), 2 * delta
         if settings.sweep is not None and delta > settings.sweep:
-            chosen, centres = free.swept(needed)
-            at = free.index[chosen]
-            mu[at] = centres
-            sigma[at] = sigma[at].clamp_max(2.0**-settings.b / 4)
-            fixed[at] = True
+            free.sweep(needed)
             steps.append(FixStep(math.nan, settings.omega_max, delta, needed))
             break
+    free.finish()
     return FixResult(mu, sigma, fixed, steps)
-
-
-class _Free:
-    """The weights still free, in order of their means."""
-
-    def __init__(self, means: Tensor, index: Tensor, spread: Tensor, config: ClusteringConfig):
-        self.means = means  # ascending
-        self.index = index  # position of each in the whole vector
-        self.spread = spread  # max(sigma, distance_floor)
-        self._config = config
-
-    @classmethod
-    def of(cls, mu: Tensor, sigma: Tensor, fixed: Tensor, config: ClusteringConfig) -> _Free:
-        index = torch.nonzero(~fixed).squeeze(1)
-        means, order = torch.sort(mu[index], stable=True)
-        index = index[order]
-        # A floor below what the number type can hold would leave D = 0 / 0 for a weight on its centre.
-        floor = max(config.distance_floor, torch.finfo(sigma.dtype).tiny)
-        return cls(means, index, sigma[index].clamp_min(floor), config)
-
-    def most_popular(self, omega: int) -> tuple[float, slice]:
-        """The candidate nearest to most weights (the smallest of equals), and which those are."""
-        grid = self._grid(omega)
-        ends = torch.searchsorted(self.means, self._edges(grid), right=True).cpu()
-        size = torch.tensor([self.means.numel()])
-        counts = torch.diff(torch.cat((ends, size)), prepend=torch.zeros(1, dtype=ends.dtype))
-        k = int(counts.argmax())  # the first of equal maxima
-        start = int(ends[k - 1]) if k > 0 else 0
-        return float(grid[k]), slice(start, start + int(counts[k]))
-
-    def admitted(self, centre: float, nearest: slice, delta: float, needed: int) -> Tensor:
-        """Positions (among the free) of the weights that the rule fixes at the centre."""
-        nearest_only = self._config.rule is Rule.NEAREST
-        where = nearest if nearest_only else slice(None)
-        distance = (self.means[where] - centre).abs() / self.spread[where]
-        if self._config.zero_fix and centre == 0:
-            distance[self.means[where].abs() < 2.0**-self._config.b] = 0
-        if self._config.rule is Rule.EACH:
-            length = int((distance <= delta).sum())
-        else:
-            length = _longest_prefix(distance, delta)
-        chosen = _smallest(distance, self.index[where], min(length, needed))
-        return chosen + nearest.start if nearest_only else chosen
-
-    def swept(self, needed: int) -> tuple[Tensor, Tensor]:
-        """Positions of the ``needed`` weights closest to their own candidate, and those candidates."""
-        grid = self._grid(self._config.omega_max)
-        centres = grid[torch.bucketize(self.means, self._edges(grid))]
-        distance = (self.means - centres).abs() / self.spread
-        if self._config.zero_fix:
-            distance[(centres == 0) & (self.means.abs() < 2.0**-self._config.b)] = 0
-        chosen = _smallest(distance, self.index, needed)
-        return chosen, centres[chosen]
-
-    def remove(self, chosen: Tensor) -> None:
-        keep = torch.ones_like(self.means, dtype=torch.bool)
-        keep[chosen] = False
-        self.means, self.index, self.spread = self.means[keep], self.index[keep], self.spread[keep]
-
-    def _grid(self, omega: int) -> Tensor:
-        largest = max(-float(self.means[0]), float(self.means[-1]), 0.0)
-        grid = candidates(largest, self._config.b, omega).to(self.means.dtype)
-        # Above 2^24 times the unit float32 merges neighbours; what is left are still such sums.
-        return torch.unique_consecutive(grid).to(self.means.device)
-
-    def _edges(self, grid: Tensor) -> Tensor:
-        """Upper ends of the stretches nearest to each candidate but the last; an end belongs below."""
-        lower, upper = grid[:-1], grid[1:]
-        edges = (lower + upper) / 2
-        # A midpoint that was rounded up would claim the next number above, which is nearer to upper.
-        edges = torch.where(edges - lower > upper - edges, torch.nextafter(edges, lower), edges)
-        if self._config.zero_fix:
-            unit = 2.0**-self._config.b
-            zero = int((grid < 0).sum())
-            edges[zero - 1] = -unit
-            edges[zero] = torch.nextafter(grid.new_tensor(unit), grid.new_tensor(0.0))
-        return edges
-
-
-def _longest_prefix(distance: Tensor, delta: float) -> int:
-    """Length of the longest prefix, in order of distance, whose mean is at most delta."""
-    ascending = distance.sort().values.double()
-    means = ascending.cumsum(0) / torch.arange(1, ascending.numel() + 1, device=distance.device)
-    return int((means <= delta).sum())  # running means of an ascending list never fall
-
-
-def _smallest(distance: Tensor, index: Tensor, length: int) -> Tensor:
-    """Positions of the ``length`` smallest distances; of equal ones those with smaller index."""
-    if length == 0:
-        return index.new_empty(0)
-    if length == distance.numel():
-        return torch.arange(length, device=distance.device)
-    last = distance.kthvalue(length).values
-    below = torch.nonzero(distance < last).squeeze(1)
-    level = torch.nonzero(distance == last).squeeze(1)
-    first = index[level].argsort()[: length - below.numel()]
-    return torch.cat((below, level[first]))
 
 
 def _check(mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float) -> None:
@@ -246,10 +142,15 @@ def _check(mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float) -> None:
     valid_fraction = isinstance(fraction, (int, float)) and 0 <= fraction <= 1
     if not valid_fraction:
         raise WeightError(f"fraction is {fraction!r}: allowed is a number from 0 to 1")
-    if not bool(torch.isfinite(mu).all()):
+    if mu.numel() == 0:
+        return
+    # One pass without a copy each: the smallest and the largest are nan where any is.
+    low, high = torch.stack(torch.aminmax(mu.detach())).tolist()
+    if not (math.isfinite(low) and math.isfinite(high)):
         position = int(torch.nonzero(~torch.isfinite(mu))[0])
         raise WeightError(f"mu[{position}] is {float(mu[position])}: every mean must be finite")
-    if not bool((torch.isfinite(sigma) & (sigma >= 0)).all()):
+    low, high = torch.stack(torch.aminmax(sigma.detach())).tolist()
+    if not (low >= 0 and math.isfinite(high)):
         position = int(torch.nonzero(~(torch.isfinite(sigma) & (sigma >= 0)))[0])
         raise WeightError(
             f"sigma[{position}] is {float(sigma[position])}: every sigma must be finite and not negative"
@@ -272,15 +173,19 @@ def relative_moves(before: Tensor, after: Tensor) -> list[Move]:
     >>> [tuple(m) for m in relative_moves(torch.tensor([0.5, 0.25, 0.0]), torch.full((3,), 0.5))]
     [(0.5, 3, 0.5, 1.0, 1)]
     """
-    # On the CPU, where scattered sums have one order and so one result.
-    before, after = before.detach().double().cpu(), after.detach().double().cpu()
-    centres, group = torch.unique(after, return_inverse=True)
-    counts = torch.bincount(group, minlength=centres.numel())
+    if after.numel() == 0:
+        return []
+    # In order of the centre each one's weights lie together: plain sums, which every device adds in one
+    # order, where scattered ones would come out otherwise each time.
+    after, order = after.detach().sort(stable=True)
+    before = before.detach()[order].double()
+    centres, counts = torch.unique_consecutive(after, return_counts=True)
     zero = before == 0
-    zeros = torch.bincount(group[zero], minlength=centres.numel())
-    ratio, group = ((before - after).abs() / before.abs())[~zero], group[~zero]
-    total = torch.zeros_like(centres).index_add_(0, group, ratio)
-    largest = torch.zeros_like(centres).scatter_reduce_(0, group, ratio, "amax")
+    ratio = ((before - after.double()).abs_() / before.abs()).masked_fill_(zero, 0)
+    zeros = zero.cumsum(0)[counts.cumsum(0) - 1].diff(prepend=counts.new_zeros(1))
+    groups = ratio.split(counts.tolist())
+    total = torch.stack([group.sum() for group in groups])
+    largest = torch.stack([group.amax() for group in groups])
     means = total / (counts - zeros).clamp_min(1)
-    columns = (centres, counts, means, largest, zeros)
+    columns = (centres.double(), counts, means, largest, zeros)
     return [Move(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

@@ -50,6 +50,7 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"  # with a loss scale that adapts itself
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,9 @@ class TrainingConfig(_Section):
     precision: Precision = _setting(
         Precision.FP32, _Choice(Precision), "number type of the forward and backward pass"
     )
+    accumulate: int = _setting(
+        1, _Number(1, whole=True), "batches averaged into one step, each with its own noise"
+    )
     steps_per_epoch: int | None = _setting(
         None,
         _Number(1, whole=True, optional=True),
@@ -256,6 +260,27 @@ class FinishConfig(_Section):
     polish_learning_rate: float = _setting(1e-3, _Number(0), "for that")
 
 
+@dataclass(frozen=True)
+class TargetConfig(_Section):
+    """What the result must reach; with a target, the best state on the way that meets it is kept."""
+
+    _name = "target"
+    max_drop: float | None = _setting(
+        None, _Number(0, 100, optional=True), "points of accuracy (of 100) that may be lost"
+    )
+    bits: float | None = _setting(
+        None, _Number(0, above_low=True, optional=True), "most entropy a weight may have, in bits"
+    )
+    keep_states: bool = _setting(
+        False, _Switch(), "score and keep the whole network as it would be after every round, target or not"
+    )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any target."""
+        return self.max_drop is not None or self.bits is not None
+
+
 _SECTIONS: dict[str, type[_Section]] = {
     "layout": LayoutConfig,
     "posterior": PosteriorConfig,
@@ -263,6 +288,7 @@ _SECTIONS: dict[str, type[_Section]] = {
     "training": TrainingConfig,
     "schedule": ScheduleConfig,
     "finish": FinishConfig,
+    "target": TargetConfig,
 }
 
 
@@ -287,6 +313,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     finish: FinishConfig = field(default_factory=FinishConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
 
     def __post_init__(self) -> None:
         check = _Number(0, 2**63 - 1, whole=True)

@@ -16,9 +16,10 @@ from pwfn.config import Config
 from pwfn.errors import FileError
 from pwfn.fileformat import load
 from pwfn.inspection import inspect
-from pwfn.pipeline import Progress, Result, compress
+from pwfn.pipeline import Result, compress
+from pwfn.progress import Progress
 from pwfn.randomness import seeded
-from pwfn.runs import HEADER, round_line
+from pwfn.watching import HEADER, round_line
 
 _PRETRAINING_EPOCHS = 12
 FILE = "model.pwfn"

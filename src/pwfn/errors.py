@@ -34,6 +34,14 @@ class DataError(PwfnError):
     """A loader is empty, ran out, or gave a batch that the model or the loss cannot take."""
 
 
+class TooLargeError(DataError):
+    """A batch does not fit in memory."""
+
+
+class PeerError(PwfnError):
+    """Another process of the run has ended, cannot be reached, or has come to other clusters."""
+
+
 class WeightError(PwfnError):
     """A weight, sigma or mask is not what the operation needs (NaN, wrong length, still free)."""
 

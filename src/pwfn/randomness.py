@@ -10,6 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from pwfn.data.epochs import seed_from
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """The seed of one process of several: the run's own for the first, an unrelated one for each other.
+
+    >>> rank_seed(5, 0), rank_seed(5, 1) == rank_seed(6, 0)
+    (5, False)
+    """
+    return seed if rank == 0 else seed_from("rank", seed, rank)
+
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:

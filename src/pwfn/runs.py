@@ -1,374 +1,300 @@
 """A compression run in a folder: started with one call, watched in its log, gone on with after a crash.
 
 run/config.toml          the settings, whole
-run/log.jsonl            a line for the start, for every round and for the end
-run/checkpoint-*.pt      the newest two
+run/log.jsonl            a line for the start, for every epoch, round and state, and for the end
+run/checkpoints/         the newest two
+run/states/              the network as it would be after each round, where that was asked for
 run/model.pwfn           the result
-run/result.json          its figures, measured on that file
+run/record.json          its figures, measured on that file, and all that led to them
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import signal
+import platform
 import time
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from pwfn import data, models
-from pwfn.batches import Source
 from pwfn.checkpoint import Store
-from pwfn.compressed import Compressed
-from pwfn.config import Config, Precision
-from pwfn.data import Data, DataOptions
-from pwfn.errors import ConfigError, FileError, PwfnError
-from pwfn.fileformat import load
-from pwfn.inspection import inspect
-from pwfn.models import DataConfig
-from pwfn.pipeline import Progress, Round, compress, usable_device
-from pwfn.randomness import seeded
+from pwfn.config import Config
+from pwfn.errors import FileError
+from pwfn.filescores import check_same, scores, sizes, summary_line
+from pwfn.keeping import Keeper
+from pwfn.opening import Opened, opened
+from pwfn.options import RunOptions
+from pwfn.pipeline import Result, compress
+from pwfn.progress import Progress, Pulse
 from pwfn.storage import replacing
-from pwfn.training import Objective, Scores, accuracy, evaluate, finite
+from pwfn.targets import State, pareto
+from pwfn.team import Team, team_for
+from pwfn.version import __version__
+from pwfn.watching import Several, Silent, TensorBoard, View
 
-Say = Callable[[str], None]
-HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two  median sigma"
+
+def run(
+    options: RunOptions, config: Config, view: View | None = None, team: Team | None = None
+) -> dict[str, Any]:
+    """Compress a network by name on data by name, and return the figures of the file it ends in.
+
+    With several processes all do the work, and the first alone writes and shows.
+    """
+    team = team or team_for(options.device)
+    view = view if view is not None and team.leads else Silent()
+    started = time.monotonic()
+    team.first(lambda: _prepare(options.out, options.resume))
+    found = opened(options, config, team)
+    store = Store(options.out / "checkpoints", found.identity)
+    team.first(store.clear_leftovers)
+    progress = store.newest() if options.resume else None
+    team.largest([0])  # nobody writes before all have read
+    if options.tensorboard and team.leads:
+        view = Several([view, TensorBoard(options.out / "tensorboard", _steps_done(progress))])
+    with view, Keeper(options.out, store, options.checkpoint_minutes, team) as keeper:
+        diary = _Diary(options, view, store, team, progress)
+        diary.begin(found, config, progress)
+        result = compress(
+            found.model,
+            found.data.train,
+            found.data.test,
+            config,
+            on_round=diary.round,
+            on_pulse=diary.pulse,
+            resume=progress,
+            keep=keeper,
+            between=keeper.between,
+            record=_record(options, found),
+            team=team,
+        )
+        facts = _finish(options, found, result, team)
+        diary.end(facts, time.monotonic() - started)
+    return facts
 
 
-class StoppedError(PwfnError):
-    """The run was asked to stop, by Ctrl-C or by the system, and has left a checkpoint."""
+def _finish(options: RunOptions, found: Opened, result: Result, team: Team) -> dict[str, Any]:
+    """Write the file, read it back, and score what is in it."""
+    path = options.out / "model.pwfn"
 
-    def __init__(self, folder: Path, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; go on with --out {folder} --resume")
-        self.exit_status = 128 + number  # as a shell would have it
+    def write() -> dict[str, Any]:
+        result.save(path)
+        check_same(path, result.compressed)
+        return sizes(path)
+
+    measured = team.first(write)
+    # The file holds these very weights: so every process scores its share of the data on its own copy.
+    after = scores(result.model(), found.data, team)
+    facts = {
+        "before": result.before.to_dict() if result.before else None,
+        "after": after.to_dict(),
+        **measured,
+    }
+    if result.choice is not None:
+        facts["choice"] = {**asdict(result.choice), "met_in_the_end": result.target_met}
+    return facts
+
+
+def _record(options: RunOptions, found: Opened) -> dict[str, Any]:
+    """What a file must know to be scored again by name."""
+    classes = {"classes": found.classes} if found.classes is not None else {}
+    return {
+        "model": options.model,
+        **classes,
+        "data": found.data.fingerprint,
+        "preparation": asdict(found.preparation),
+    }
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """What a run is made of, beside its settings."""
+class _Moment:
+    """Where a line of the log belongs: after so many batches and rounds."""
 
-    model: str  # one of our own, timm's, or python:FILE:FUNCTION; "" for the one that a file names
-    data: str  # a source: npz:PATH, imagefolder:DIR, …
-    out: Path
-    weights: str = "pretrained"  # that (timm's own), a file, or "random"
-    device: str | None = None  # CUDA where there is one, unless given
-    batch_size: int = 128
-    workers: int = 4
-    holdout: int = 0  # test on so many training images, held out, instead of the test images
-    limit: int | None = None  # train on so many images only
-    resume: bool = False
-    checkpoint_minutes: float = 10.0
+    batches: int
+    rounds: int
 
 
-def settings(preset: str | None, file: Path | None, changes: Sequence[str], seed: int | None) -> Config:
-    """The settings of a preset or a file, with ``section.name=value`` changes on top.
+class _Diary:
+    """Shows a run, and keeps its log and its checkpoints; silent in all processes but the first."""
 
-    >>> settings("paper", None, ["clustering.rule=each", "clustering.b=8"], None).clustering.b
-    8
-    """
-    if preset and file:
-        raise ConfigError("give --config or --preset, not both: a file names its own preset")
-    config = Config.load(file) if file else Config.preset(preset or "recommended")
-    config = config.override(dict(_change(text) for text in changes))
-    return config if seed is None else config.override({"seed": seed})
+    def __init__(
+        self, options: RunOptions, view: View, store: Store, team: Team, progress: Progress | None
+    ) -> None:
+        self._folder, self._view, self._store, self._team = options.out, view, store, team
+        self._options = options
+        self._epoch: list[Pulse] = []
+        self._rounds = len(progress.rounds) if progress else 0
+        self._log: _Log | None = None
+        if team.leads:
+            moment = _Moment(progress.batches, len(progress.rounds)) if progress else None
+            self._log = _Log(options.out / "log.jsonl", moment)
 
-
-def _change(text: str) -> tuple[str, Any]:
-    """One ``section.name=value``, the value as TOML has it; what is not TOML is text."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"{text!r} is not of the form section.name=value")
-    try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value.strip()
-
-
-def run(options: RunOptions, config: Config, say: Say = print) -> dict[str, Any]:
-    """Compress a network by name on data by name, and return the figures of the file it ends in."""
-    folder, device = options.out, _device(options.device)
-    _prepare(folder, options.resume)
-    model, preparation, weights_digest = _model(options)
-    source = _data(options, preparation, config.seed, device)
-    _check_classes(model.to(device), source, device)
-    identity = {
-        "model": {"name": options.model, "weights": weights_digest},
-        "data": {"content": source.fingerprint, "batch_size": options.batch_size},
-        "settings": config.to_dict(),
-    }
-    store = Store(folder, identity)
-    store.clear_leftovers()
-    progress = store.newest() if options.resume else None
-    log = _Log(folder / "log.jsonl", progress.batches if progress else -1)
-    _write_text(folder / "config.toml", config.to_toml())
-    say(_beginning(options, source, progress))
-    log.add({"event": "start", "batches": progress.batches if progress else 0, "identity": identity})
-
-    def on_round(now: Progress) -> None:
-        store.save(now)
-        log.add({"event": "round", "batches": now.batches, **round_facts(now.rounds[-1])})
-        say(round_line(now.rounds[-1]))
-
-    say(HEADER)
-    with _Keeper(store, options.checkpoint_minutes) as keep:
-        result = compress(
-            model, source.train, source.test, config, on_round=on_round, resume=progress, keep=keep
-        )
-    path = folder / "model.pwfn"
-    record = {"model": options.model, "data": source.fingerprint, "preparation": asdict(preparation)}
-    result.save(path, record=record)
-    facts = {
-        "before": result.before.to_dict() if result.before else None,
-        **score_file(path, source, device, model=options.model),
-    }
-    _write_text(folder / "result.json", json.dumps(facts, indent=1) + "\n")
-    log.add({"event": "end", **facts})
-    return facts
-
-
-def score_file(
-    path: Path,
-    source: Data,
-    device: torch.device,
-    *,
-    model: str = "",
-    samples: int = 0,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Accuracy of a file's network on the test data, beside its size; with ``samples``, of its ensemble."""
-    compressed = load(path)
-    network = compressed.apply_to(create_for(compressed, model)).to(device).eval()
-    scores = _scores(network, source, device)
-    sizes = inspect(path, zstd=False)
-    kept = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
-    facts = {"after": scores.to_dict(), **{name: getattr(sizes, name) for name in kept}}
-    if samples:
-        facts["ensemble"] = _ensemble(compressed, network, source, device, samples, seed)
-    return facts
-
-
-def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0) -> dict[str, Any]:
-    """What a file's network gets right on data by name; the model is the file's own unless named."""
-    compressed = load(path)
-    network = create_for(compressed, options.model)
-    device = _device(options.device)
-    source = _data(options, _preparation(compressed, options.model, network), seed, device)
-    _check_classes(compressed.apply_to(network).to(device), source, device)
-    return score_file(path, source, device, model=options.model, samples=samples, seed=seed)
-
-
-def create_for(compressed: Compressed, name: str) -> nn.Module:
-    """An untrained network of a file's architecture: the one named or, for no name, that the file names."""
-    return models.create(name or models.recorded(compressed.record))
-
-
-def round_facts(done: Round) -> dict[str, Any]:
-    """The figures of a round as plain values."""
-    return {
-        "round": done.number,
-        "fraction": done.fix.fraction,
-        "steps": done.steps,
-        "loss": finite(done.loss),
-        "metric": finite(done.scores.metric) if done.scores else None,
-        "validation_loss": finite(done.scores.loss) if done.scores else None,
-        "entropy_bits": done.fixed.entropy_bits,
-        "unique": done.fixed.unique,
-        "power_of_two_share": done.fixed.power_of_two_share,
-        "zero_share": done.fixed.zero_share,
-        "sigma_quartiles": list(done.sigma_quartiles),
-        "centres": len(done.fix.steps),
-        "seconds": done.seconds,
-    }
-
-
-def round_line(done: Round) -> str:
-    """The figures of a round in one line, under the heads of a run's table."""
-    loss = f"{done.loss:.4f}" if done.loss is not None else "-"
-    score = f"{done.scores.metric:.2%}" if done.scores and done.scores.metric is not None else "-"
-    return (
-        f"{done.number:>5}  {done.fix.fraction:>6.1%}  {loss:>7}  {score:>8}  "
-        f"{done.fixed.entropy_bits:>7.3f}  {done.fixed.unique:>6}  "
-        f"{done.fixed.power_of_two_share:>13.1%}  {done.sigma_quartiles[1]:>12.5f}"
-    )
-
-
-def summary_line(facts: Mapping[str, Any]) -> str:
-    """The end of a run in one line."""
-    before, after = facts.get("before"), facts["after"]
-    was = f"{before['metric']:.2%} before, " if before and before["metric"] is not None else ""
-    now = f"{after['metric']:.2%}" if after["metric"] is not None else f"loss {after['loss']}"
-    drawn = f" ({facts['ensemble']:.2%} as an ensemble)" if "ensemble" in facts else ""
-    return (
-        f"{was}{now} after{drawn}; {facts['weights']:,} weights of {facts['unique']} values, "
-        f"{facts['entropy_bits']:.3f} bits each; {facts['file_bytes']:,} bytes, fp32 {facts['fp32_bytes']:,}"
-    )
-
-
-class _Keeper:
-    """Decides after each step whether to write a checkpoint, and stops the run when a signal came."""
-
-    def __init__(self, store: Store, minutes: float) -> None:
-        self._store, self._seconds = store, 60 * minutes
-        self._written = time.monotonic()
-        self._signal = 0
-
-    def __enter__(self) -> _Keeper:
-        try:
-            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not in the main thread, which alone may handle signals
-            self._before = {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __call__(self, progress: Callable[[], Progress]) -> None:
-        if not self._signal and time.monotonic() - self._written < self._seconds:
+    def begin(self, found: Opened, config: Config, progress: Progress | None) -> None:
+        """Say what begins, or from where it goes on."""
+        if self._log is None:
             return
-        self._store.save(progress())
-        self._written = time.monotonic()
-        if self._signal:
-            raise StoppedError(self._store.folder, self._signal)
+        self._identity = found.identity
+        _write_text(self._folder / "config.toml", config.to_toml())
+        batches = progress.batches if progress else 0
+        line = {"event": "start", "batches": batches, "rounds": self._rounds, "identity": found.identity}
+        self._log.add({**line, **_machine(self._team)})
+        title = f"{self._options.model} on {found.data.name}, into {self._folder}"
+        if progress is not None:
+            title += f"; going on after round {self._rounds} and {batches:,} batches"
+        self._view.begin(title, len(config.schedule.fractions), progress.rounds if progress else ())
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+    def pulse(self, now: Pulse) -> None:
+        """Show it; and write a line at the end of every epoch and of every stretch."""
+        if self._log is None:
+            return
+        self._view.pulse(now)
+        first = self._epoch[0] if self._epoch else now
+        self._epoch.append(now)
+        if int(now.epoch) > int(first.epoch) or now.step == now.steps:
+            losses = [pulse.loss for pulse in self._epoch]
+            self._log.add(
+                {
+                    "event": "epoch",
+                    "batches": now.batches,
+                    "rounds": self._rounds,
+                    "stage": now.stage,
+                    "epoch": now.epoch,
+                    "step": now.step,
+                    "loss": sum(losses) / len(losses),
+                    "learning_rate": now.learning_rate,
+                }
+            )
+            self._epoch = []
+
+    def round(self, now: Progress) -> None:
+        """Checkpoint, log and show a round; keep its state where there is one."""
+        self._team.first(lambda: self._store.save(now) and None)
+        self._epoch, self._rounds = [], len(now.rounds)
+        if self._log is None:
+            return
+        done = now.rounds[-1]
+        where = {"batches": now.batches, "rounds": self._rounds}
+        self._log.add({"event": "round", **where, **done.to_dict()})
+        self._view.round(done)
+        if now.states:
+            state = now.states[-1]
+            path = _state_path(self._folder, state)
+            _write_bytes(path, state.content)
+            self._log.add({"event": "state", **where, **state.to_dict(), "file": str(path)})
+
+    def end(self, facts: dict[str, Any], seconds: float) -> None:
+        """Write the record, and say what came of it all."""
+        if self._log is None:
+            return
+        states = [line for line in self._log.lines() if line["event"] == "state"]
+        record = {
+            **facts,
+            "identity": self._identity,
+            "machine": _machine(self._team),
+            "rounds": [line for line in self._log.lines() if line["event"] == "round"],
+            "states": states,
+            "seconds": seconds,  # of this process, if the run was gone on with
+        }
+        _write_text(self._folder / "record.json", json.dumps(record, indent=1) + "\n")
+        self._log.add({"event": "end", "seconds": seconds, **facts})
+        for line in table_of_states(states):
+            self._view.say(line)
+        if "choice" in facts:
+            self._view.say(f"kept {facts['choice']['why']}")
+        self._view.end(summary_line(facts))
+
+
+def table_of_states(states: list[dict[str, Any]]) -> list[str]:
+    """The states of a run, a line each; a star is at those that no other beats in accuracy and size."""
+    if not states:
+        return []
+    best = pareto([(state["metric"] or 0.0, state["file_bytes"]) for state in states])
+    lines = ["as it would be after each round:   accuracy  entropy  unique      bytes  best for its size"]
+    for state, is_best in zip(states, best, strict=True):
+        score = f"{state['metric']:.2%}" if state["metric"] is not None else "-"
+        lines.append(
+            f"{state['round']:>5}  {state['fraction']:>6.1%} fixed {score:>21}  "
+            f"{state['entropy_bits']:>7.3f}  {state['unique']:>6}  {state['file_bytes']:>9,}"
+            f"  {'*' if is_best else ''}".rstrip()
+        )
+    return lines
 
 
 class _Log:
     """Lines of JSON; those after the point that a run goes on from are dropped, as they come again."""
 
-    def __init__(self, path: Path, batches: int) -> None:
+    def __init__(self, path: Path, moment: _Moment | None) -> None:
         self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() and batches >= 0 else []
-        kept = [line for line in lines if _is_before(line, batches)]
-        _write_text(path, "".join(f"{line}\n" for line in kept))
+        kept = [line for line in self.lines() if moment is not None and _is_before(line, moment)]
+        _write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, facts: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(facts) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(facts) + "\n")
+        except OSError as error:
+            raise FileError(f"{self._path}: cannot be written: {error.strerror or error}") from error
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What is in it; a line that was torn as the run was killed is left out."""
+        if not self._path.exists():
+            return []
+        found = []
+        for text in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and "event" in line:
+                found.append(line)
+        return found
 
 
-def _is_before(line: str, batches: int) -> bool:
-    try:
-        facts = json.loads(line)
-    except ValueError:  # torn, as the run was killed
-        return False
-    return isinstance(facts, dict) and facts.get("batches", batches + 1) <= batches
+def _is_before(line: Mapping[str, Any], moment: _Moment) -> bool:
+    batches = line.get("batches", moment.batches + 1)  # a line without them is the last of a finished run
+    return bool(batches <= moment.batches and line.get("rounds", 0) <= moment.rounds)
 
 
 def _prepare(folder: Path, resume: bool) -> None:
-    used = any(folder.glob("checkpoint-*.pt")) or (folder / "model.pwfn").exists()
+    used = any((folder / "checkpoints").glob("checkpoint-*.pt")) or (folder / "model.pwfn").exists()
     if used and not resume:
         raise FileError(f"{folder}: holds a run already: go on with it by --resume, or name another folder")
+    for path in (folder, folder / "checkpoints"):
+        _make_folder(path)
+
+
+def _make_folder(path: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"{folder}: cannot be made a folder: {error.strerror}") from error
+        raise FileError(f"{path}: cannot be made a folder: {error.strerror}") from error
 
 
-def _model(options: RunOptions) -> tuple[nn.Module, DataConfig, str]:
-    """The network with its weights, how its images are prepared, and a digest of the weights."""
-    notes: dict[str, str] = {}
-    if options.weights == "pretrained":
-        model = models.create(options.model, pretrained=True)
-    else:
-        with seeded(0, torch.device("cpu")):  # random weights are for trying out: the same each time
-            model = models.create(options.model)
-        if options.weights != "random":
-            notes = models.load_weights(model, options.weights)
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return model, models.data_config(options.model, model, notes), digest.hexdigest()[:16]
-
-
-def _preparation(compressed: Compressed, name: str, network: nn.Module) -> DataConfig:
-    """As the run that wrote the file prepared its images, or as is usual for the network."""
-    usual = models.data_config(name or models.recorded(compressed.record), network)
-    kept = compressed.record.get("preparation")
-    if not isinstance(kept, dict):
-        return usual
-    try:
-        changed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()}
-        return replace(usual, **changed)
-    except TypeError:
-        raise FileError(f"the file's record has an unknown way to prepare images: {kept!r}") from None
-
-
-def _data(options: RunOptions, preparation: DataConfig, seed: int, device: torch.device) -> Data:
-    return data.open_source(
-        options.data,
-        DataOptions(
-            mean=preparation.mean,
-            std=preparation.std,
-            image_size=preparation.image_size,
-            interpolation=preparation.interpolation,
-            crop_pct=preparation.crop_pct,
-            batch_size=options.batch_size,
-            seed=seed,
-            device=device,
-            workers=options.workers,
-            limit=options.limit,
-            holdout=options.holdout,
-        ),
-    )
-
-
-@torch.no_grad()
-def _check_classes(model: nn.Module, source: Data, device: torch.device) -> None:
-    """Labels against what the model gives for one batch, before hours are spent on it."""
-    was_training = model.training
-    for batch in Source("test data", source.test, device).batches():
-        output = batch.through(model.eval(), "test data, batch 1")
-        if isinstance(output, torch.Tensor) and output.dim() == 2:
-            source.check_labels(output.shape[1])
-        break
-    model.train(was_training)
-
-
-def _scores(model: nn.Module, source: Data, device: torch.device) -> Scores:
-    tests = Source("test data", source.test, device)
-    return evaluate(model, tests, Objective(F.cross_entropy), accuracy, Precision.FP32)
-
-
-@torch.no_grad()
-def _ensemble(
-    compressed: Compressed, network: nn.Module, source: Data, device: torch.device, samples: int, seed: int
-) -> float:
-    """Accuracy of the mean softmax over draws from the posterior that the file keeps."""
-    generator = torch.Generator().manual_seed(seed)
-    tests = Source("test data", source.test, device)
-    total: torch.Tensor | None = None
-    for _ in range(samples):
-        network.load_state_dict(compressed.sample(generator))
-        drawn = torch.cat([batch.through(network, "test data").softmax(1) for batch in tests.batches()])
-        total = drawn if total is None else total + drawn
-    assert total is not None  # samples is at least 1
-    targets = torch.cat([batch.target for batch in tests.batches()])
-    return float((total.argmax(1) == targets).double().mean())
-
-
-def _device(name: str | None) -> torch.device:
-    return usable_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _beginning(options: RunOptions, source: Data, progress: Progress | None) -> str:
-    where = f"{options.model} on {source.name}, into {options.out}"
+def _steps_done(progress: Progress | None) -> int:
     if progress is None:
-        return where
-    return f"{where}; going on after round {len(progress.rounds)} and {progress.batches:,} batches"
+        return 0
+    begun = progress.fitting.step if progress.fitting else 0
+    return sum(done.steps for done in progress.rounds) + begun
+
+
+def _state_path(folder: Path, state: State) -> Path:
+    _make_folder(folder / "states")
+    return folder / "states" / f"round-{state.round:02d}.pwfn"
+
+
+def _machine(team: Team) -> dict[str, Any]:
+    is_cuda = team.device.type == "cuda"
+    name = torch.cuda.get_device_name(team.device) if is_cuda else platform.processor() or platform.machine()
+    versions = {"pwfn": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"device": name, "processes": team.world, "versions": versions}
 
 
 def _write_text(path: Path, text: str) -> None:
+    _write_bytes(path, text.encode())
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)

@@ -1,72 +1,29 @@
-"""The fit loop, evaluation, and BatchNorm re-estimation."""
+"""The fit loop, and BatchNorm re-estimation."""
 
 from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pwfn.batches import BATCH_ERRORS, Batch, Source
+from pwfn.batches import Batch, is_out_of_memory
 from pwfn.config import Precision, TrainingConfig
-from pwfn.errors import DataError, DivergedError, cause
+from pwfn.errors import DataError, DivergedError, TooLargeError, cause
 from pwfn.posterior import GaussianNetwork
+from pwfn.scoring import Objective, autocast, evaluating, largest_that_fits
+from pwfn.team import Team
 
-LossFn = Callable[[Any, Any], Tensor]
-_CHECK_EVERY = 32  # steps between looks at the loss: each look waits for the device
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The task's loss of a batch, and the divergence from the original network if it teaches."""
-
-    loss_fn: LossFn
-    teacher: nn.Module | None = None
-    divergence: LossFn | None = None
-
-    def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
-        """The loss of a batch."""
-        return self.of_output(batch.through(net, where), batch, where)
-
-    def of_output(self, output: Any, batch: Batch, where: str) -> Tensor:
-        """The loss of an output already computed."""
-        if self.teacher is not None and self.divergence is not None:
-            with torch.no_grad():
-                reference = batch.through(self.teacher, where)
-            compare, target = self.divergence, reference
-        elif batch.target is None:
-            raise DataError(f"{where} has no target: give (input, target) batches, or distill=True")
-        else:
-            compare, target = self.loss_fn, batch.target
-        try:
-            loss = compare(output, target)
-        except BATCH_ERRORS as error:
-            raise DataError(
-                f"{where}: the loss cannot take the output and the target: {cause(error)}"
-            ) from error
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
-        return loss.reshape(())
-
-
-def divergence(output: Tensor, reference: Tensor) -> Tensor:
-    """Kullback–Leibler divergence of softmax outputs, ``sum p log(p / q)``, p the reference's, in nats.
-
-    Classes lie along axis 1, as for cross entropy; the mean is over everything else.
-
-    >>> divergence(torch.zeros(1, 2), torch.zeros(1, 2)).item()
-    0.0
-    """
-    log_q, log_p = F.log_softmax(output.float(), 1), F.log_softmax(reference.float(), 1)
-    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
+# Each look at the loss waits for the device: one every so many steps, or seconds if steps are long.
+_LOOK_STEPS = 32
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -74,12 +31,16 @@ class Fitting:
     """How far a stretch of training has come, with all that it takes to go on from there."""
 
     step: int  # steps done
-    total: Tensor  # sum of their losses
+    totals: list[float]  # sum of their losses, in each process
     optimizer: dict[str, Any]  # its state dict
+    scaler: dict[str, Any]  # of the loss, for fp16; empty otherwise
 
 
 AfterStep = Callable[[Callable[[], Fitting]], None]
 """Called after every step with a function that takes a snapshot; it may raise to stop the run."""
+
+Look = Callable[[int, float], None]
+"""Called now and then with the steps done and the mean loss of those since the last call."""
 
 
 def fit(
@@ -93,162 +54,149 @@ def fit(
     where: str,
     start: Fitting | None = None,
     after_step: AfterStep | None = None,
+    look: Look | None = None,
+    team: Team | None = None,
 ) -> float:
     """Train for a number of steps and return the mean task loss.
 
-    With ``start`` it goes on where that snapshot was taken. The gradient's norm is clipped before
+    A step averages the gradients of ``config.accumulate`` batches, and of all processes. With
+    ``start`` it goes on where that snapshot was taken. The gradient's norm is clipped before
     the regulariser's part is added: the regulariser's own norm is ``alpha * sqrt(N)``, and clipping
     the sum would shrink every step.
     """
     net.train()
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    device = net.free_mu.device
-    total = torch.zeros((), device=device)
-    first_bad = torch.full((), -1, device=device, dtype=torch.int64)
+    stepper = _Stepper(net, objective, config, optimizer, team or Team(net.free_mu.device))
+    ledger = _Ledger(net.free_mu.device, steps, where)
+    first = 0
     if start is not None:
         optimizer.load_state_dict(start.optimizer)
-        total += start.total.to(device)
-    for step in range(start.step if start is not None else 0, steps):
-        batch = next(batches)
-        optimizer.zero_grad(set_to_none=True)
-        here = f"{where}, step {step + 1}"
-        with _autocast(device, config.precision):
-            loss = objective(net, batch, here)
-        _backward(loss, here)
-        limit = math.inf if config.clip_norm is None else config.clip_norm
-        norm = nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], limit)
-        if net.config.posterior.alpha > 0 and any(p is net.free_sigma for p in trained):
-            net.penalty().backward()
-        optimizer.step()
-        total += loss.detach()
-        # The first bad step is noted on the device, so that one look now and then will do.
-        bad = ~torch.isfinite(loss.detach() + norm)
-        first_bad = torch.where((first_bad < 0) & bad, step, first_bad)
-        if step % _CHECK_EVERY == _CHECK_EVERY - 1 or step == steps - 1:
-            _check_loss(int(first_bad), steps, where)
+        stepper.scaler.load_state_dict(start.scaler)
+        ledger.total += start.totals[stepper.team.rank]
+        first = start.step
+    for step in range(first, steps):
+        loss, norm = stepper.step(batches, f"{where}, step {step + 1}")
+        mean = ledger.enter(step, loss, norm)
+        if look is not None and mean is not None:
+            look(step + 1, mean)
         if after_step is not None:
-            after_step(partial(_snapshot, step + 1, total, first_bad, optimizer, steps, where))
-    return float(total) / max(steps, 1)
+            after_step(partial(_snapshot, step + 1, ledger, stepper))
+    return float(stepper.team.total(ledger.total)) / stepper.team.world / max(steps, 1)
 
 
-def _snapshot(
-    step: int, total: Tensor, first_bad: Tensor, optimizer: torch.optim.Optimizer, steps: int, where: str
-) -> Fitting:
-    _check_loss(int(first_bad), steps, where)  # a network that has diverged is not worth going on with
-    return Fitting(step, total.detach().cpu().clone(), copy.deepcopy(optimizer.state_dict()))
+def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper) -> Fitting:
+    ledger.check()  # a network that has diverged is not worth going on with
+    return Fitting(
+        step,
+        stepper.team.gather(float(ledger.total)),
+        copy.deepcopy(stepper.optimizer.state_dict()),
+        stepper.scaler.state_dict(),
+    )
 
 
-def _backward(loss: Tensor, where: str) -> None:
-    if not loss.requires_grad:
-        raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
-    try:
-        loss.backward()
-    except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
-        raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
+class _Stepper:
+    """One step of training after another: gradients, clipping, regulariser, update."""
+
+    def __init__(
+        self,
+        net: GaussianNetwork,
+        objective: Objective,
+        config: TrainingConfig,
+        optimizer: torch.optim.Optimizer,
+        team: Team,
+    ) -> None:
+        self.net, self.objective, self.config = net, objective, config
+        self.optimizer, self.team = optimizer, team
+        self.trained = [p for group in optimizer.param_groups for p in group["params"]]
+        # The whole of the gradient in fp16 reaches below 2^-24, where it would vanish.
+        scaled = config.precision is Precision.FP16
+        self.scaler = torch.amp.GradScaler(net.free_mu.device.type, enabled=scaled)
+
+    def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
+        """The mean loss of the step's batches, and the norm of the task's gradient."""
+        self.optimizer.zero_grad(set_to_none=True)
+        count = self.config.accumulate
+        loss = torch.stack([self._gradients(next(batches), where) for _ in range(count)]).mean()
+        self.team.average_gradients_(self.trained)
+        self.scaler.unscale_(self.optimizer)
+        limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
+        norm = nn.utils.clip_grad_norm_([p for p in self.trained if p.grad is not None], limit)
+        if self.net.config.posterior.alpha > 0 and any(p is self.net.free_sigma for p in self.trained):
+            self.net.penalty().backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        # With a scale that adapts itself an infinite gradient is no mishap: that step was left out.
+        return loss, torch.zeros_like(loss) if self.scaler.is_enabled() else norm
+
+    def _gradients(self, batch: Batch, where: str) -> Tensor:
+        """Add a batch's share to the gradients, and return its loss."""
+        try:
+            return self._forward_backward(batch, where)
+        except TooLargeError as error:
+            raise batch.too_large(where, self._largest_that_fits(batch, where)) from error
+
+    def _forward_backward(self, batch: Batch, where: str) -> Tensor:
+        with autocast(self.net.free_mu.device, self.config.precision):
+            loss = self.objective(self.net, batch, where)
+        if not loss.requires_grad:
+            raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
+        try:
+            self.scaler.scale(loss / self.config.accumulate).backward()
+        except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
+            if is_out_of_memory(error):
+                raise batch.too_large(where) from error
+            raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
+        return loss.detach()
+
+    def _largest_that_fits(self, batch: Batch, where: str) -> int:
+        def attempt(part: Batch) -> None:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._forward_backward(part, where)
+
+        return largest_that_fits(batch, attempt)
 
 
-def _check_loss(first_bad: int, steps: int, where: str) -> None:
-    if first_bad >= 0:
-        raise DivergedError(
-            f"{where}: the loss or its gradient is no longer finite at step {first_bad + 1} of {steps}: "
-            "lower training.learning_rate, or look for NaN in the data"
-        )
+class _Ledger:
+    """The losses of a stretch, kept on the device; read now and then, for a look or a mishap."""
 
+    def __init__(self, device: torch.device, steps: int, where: str) -> None:
+        self.total = torch.zeros((), device=device)
+        self._first_bad = torch.full((), -1, device=device, dtype=torch.int64)
+        self._since = torch.zeros((), device=device)
+        self._count, self._looked = 0, time.monotonic()
+        self._steps, self._where = steps, where
 
-@dataclass(frozen=True)
-class Scores:
-    """Mean over the examples of a loader."""
+    def enter(self, step: int, loss: Tensor, norm: Tensor) -> float | None:
+        """Note a step; at a look, the mean loss since the last one."""
+        self.total += loss
+        self._since += loss
+        self._count += 1
+        # The first bad step is noted on the device, so that one look now and then will do.
+        bad = ~torch.isfinite(loss + norm)
+        self._first_bad = torch.where((self._first_bad < 0) & bad, step, self._first_bad)
+        now = time.monotonic()
+        if self._count < _LOOK_STEPS and now - self._looked < _LOOK_SECONDS and step < self._steps - 1:
+            return None
+        self.check()
+        mean = float(self._since) / self._count
+        self._since.zero_()
+        self._count, self._looked = 0, now
+        return mean
 
-    loss: float  # the run's objective
-    metric: float | None  # accuracy as a share for classifiers; None where there is no metric
-    examples: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN.
-
-        >>> Scores(math.inf, 0.5, 10).to_dict()
-        {'loss': None, 'metric': 0.5, 'examples': 10}
-        """
-        return {"loss": finite(self.loss), "metric": finite(self.metric), "examples": self.examples}
-
-
-def finite(number: float | None) -> float | None:
-    """The number, or None where it is NaN or infinite, as a loss may be and JSON cannot."""
-    return number if number is not None and math.isfinite(number) else None
-
-
-def accuracy(output: Any, target: Any) -> Tensor:
-    """Share of targets whose class has the largest output along axis 1.
-
-    As for cross entropy, a target may also be the classes' probabilities (the largest counts),
-    and class -100 is left out.
-
-    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
-    0.5
-    """
-    predicted = output.argmax(1)
-    if target.is_floating_point() and target.shape == output.shape:
-        target = target.argmax(1)
-    if target.shape != predicted.shape:
-        raise ValueError(f"{tuple(predicted.shape)} predictions for {tuple(target.shape)} targets")
-    return (predicted == target).sum().double() / (target != -100).sum()
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    source: Source,
-    objective: Objective,
-    metric: LossFn | None,
-    precision: Precision = Precision.FP32,
-) -> Scores:
-    """Loss and metric of a model in evaluation mode; its mode is put back afterwards."""
-    totals = torch.zeros(2, dtype=torch.float64, device=source.device)
-    examples = scored = 0
-    with _evaluating(model):
-        for number, batch in enumerate(source.batches(), 1):
-            where = f"{source.name}, batch {number}"
-            with _autocast(source.device, precision):
-                output = batch.through(model, where)
-                totals[0] += objective.of_output(output, batch, where).double() * batch.size
-                if metric is not None and batch.target is not None:
-                    totals[1] += _score(metric, output, batch.target, where) * batch.size
-                    scored += batch.size
-            examples += batch.size
-    if examples == 0:
-        raise DataError(
-            f"{source.name} gave no batch: it is empty, or can be read only once; pass a loader that "
-            "can be iterated again and again"
-        )
-    loss, score = totals.tolist()
-    return Scores(loss / examples, score / scored if scored else None, examples)
-
-
-def _score(metric: LossFn, output: Any, target: Any, where: str) -> Tensor:
-    try:
-        return torch.as_tensor(metric(output, target)).double().reshape(())
-    except BATCH_ERRORS as error:
-        raise DataError(
-            f"{where}: the metric cannot take the output and the target, or is not a single number: "
-            f"{cause(error)}"
-        ) from error
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is in evaluation mode; then every module has its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    def check(self) -> None:
+        """Wait for the device, and stop if a loss or a gradient was not finite."""
+        first_bad = int(self._first_bad)
+        if first_bad >= 0:
+            raise DivergedError(
+                f"{self._where}: the loss or its gradient is no longer finite at step {first_bad + 1} of "
+                f"{self._steps}: lower training.learning_rate, or look for NaN in the data"
+            )
 
 
 @torch.no_grad()
-def reestimate_batchnorm(net: GaussianNetwork, batches: Iterator[Batch], steps: int, where: str) -> int:
-    """Gather running statistics again at the point estimate, as plain means over the batches.
+def reestimate_batchnorm(
+    net: GaussianNetwork, batches: Iterator[Batch], steps: int, where: str, team: Team | None = None
+) -> int:
+    """Gather running statistics again at the point estimate, as plain means over all batches.
 
     Statistics gathered under noise do not fit the network without it. Returns how many layers
     were done; the rest of the network is in evaluation mode meanwhile. A layer that no batch
@@ -258,8 +206,7 @@ def reestimate_batchnorm(net: GaussianNetwork, batches: Iterator[Batch], steps: 
     if not layers:
         return 0
     before = [(layer.momentum, {k: v.clone() for k, v in layer.named_buffers()}) for layer in layers]
-    done = 0
-    with _evaluating(net), net.sampling(False):
+    with evaluating(net), net.sampling(False):
         for layer in layers:
             layer.reset_running_stats()
             layer.momentum = None  # cumulative mean
@@ -268,13 +215,17 @@ def reestimate_batchnorm(net: GaussianNetwork, batches: Iterator[Batch], steps: 
             for _ in range(max(steps, 1)):
                 next(batches).through(net, where)
         finally:
+            done = [layer for layer in layers if layer.num_batches_tracked != 0]
             for layer, (momentum, statistics) in zip(layers, before, strict=True):
                 layer.momentum = momentum
-                if layer.num_batches_tracked == 0:
+                if layer not in done:
                     layer.load_state_dict(statistics, strict=False)
-                else:
-                    done += 1
-    return done
+    (team or Team(net.free_mu.device)).average_([buffer for layer in done for buffer in _statistics(layer)])
+    return len(done)
+
+
+def _statistics(layer: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in layer.buffers(recurse=False) if buffer.is_floating_point()]
 
 
 def steps_in(epochs: float, steps_per_epoch: int) -> int:
@@ -284,7 +235,3 @@ def steps_in(epochs: float, steps_per_epoch: int) -> int:
     (20, 1173, 0)
     """
     return math.ceil(epochs * steps_per_epoch - 1e-9)
-
-
-def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision is Precision.BF16)

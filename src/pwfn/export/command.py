@@ -54,7 +54,7 @@ def from_file(
 
 def _onnx(compressed: Compressed, target: Path, name: str | None, shape: str | None) -> dict[str, Any]:
     name = name or models.recorded(compressed.record)
-    module = models.create(name)
+    module = models.create(name, classes=models.recorded_classes(compressed.record))
     sizes = _sizes(shape) if shape is not None else models.input_shape(name, module)
     if sizes is None:
         raise PwfnError(f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224")

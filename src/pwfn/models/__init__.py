@@ -6,7 +6,16 @@ config = data_config("cifar_resnet20", model, notes)        # how its images are
 """
 
 from pwfn.models.dataconfig import DataConfig, data_config
-from pwfn.models.names import INPUT_SHAPES, OWN, create, digits_resnet, input_shape, recorded, timm_model
+from pwfn.models.names import (
+    INPUT_SHAPES,
+    OWN,
+    create,
+    digits_resnet,
+    input_shape,
+    recorded,
+    recorded_classes,
+    timm_model,
+)
 from pwfn.models.resnet import (
     ProjectionBlock,
     ResidualBlock,
@@ -18,7 +27,7 @@ from pwfn.models.resnet import (
 )
 from pwfn.models.torchvision import ready_torchvision
 from pwfn.models.vit import VisionTransformer, cifar_vit_tiny
-from pwfn.models.weights import load_weights
+from pwfn.models.weights import load_weights, noted_classes
 
 __all__ = [
     "INPUT_SHAPES",
@@ -38,7 +47,9 @@ __all__ = [
     "digits_resnet",
     "input_shape",
     "load_weights",
+    "noted_classes",
     "ready_torchvision",
     "recorded",
+    "recorded_classes",
     "timm_model",
 ]

@@ -138,3 +138,15 @@ def recorded(record: Mapping[str, Any]) -> str:
             f"the file wants to run {name.removeprefix('python:')}: if you trust it, say --model {name}"
         )
     return name
+
+
+def recorded_classes(record: Mapping[str, Any]) -> int | None:
+    """The number of outputs that a file's record names; None for the network's usual number.
+
+    A file may come from anyone: one that names more than 2^24 is not believed.
+
+    >>> recorded_classes({"classes": 100}), recorded_classes({"classes": 2**40})
+    (100, None)
+    """
+    classes = record.get("classes")
+    return classes if type(classes) is int and 0 < classes <= 2**24 else None

@@ -40,6 +40,18 @@ def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
     return notes
 
 
+def noted_classes(path: str | Path) -> int | None:
+    """The number of classes that a safetensors file of ours notes; None where there is no such note."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            noted = (file.metadata() or {}).get("classes", "")
+    except (SafetensorError, OSError, ValueError):  # of torch, or unsound: load_weights will say so
+        return None
+    return int(noted) if noted.isdecimal() and 0 < int(noted) < 2**31 else None
+
+
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 

@@ -1,5 +1,6 @@
 """The few hot operations on flat vectors: the plain versions are the truth."""
 
+from pwfn.ops.fused import adamw_, draw, draw_backward, grad_squared_norm, sgd_
 from pwfn.ops.reference import sample
 
-__all__ = ["sample"]
+__all__ = ["adamw_", "draw", "draw_backward", "grad_squared_norm", "sample", "sgd_"]

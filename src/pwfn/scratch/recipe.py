@@ -45,11 +45,14 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in (("optimizer", Optimizer), ("precision", Precision)):
-            try:
-                object.__setattr__(self, name, kind(getattr(self, name)))
-            except ValueError:
-                self._refuse(name, f"one of {', '.join(kind)}")
+        choices: tuple[tuple[str, tuple[StrEnum, ...]], ...] = (
+            ("optimizer", tuple(Optimizer)),
+            ("precision", (Precision.FP32, Precision.BF16)),  # the loop has no loss scale, as fp16 needs
+        )
+        for name, allowed in choices:
+            if getattr(self, name) not in allowed:
+                self._refuse(name, f"one of {', '.join(allowed)}")
+            object.__setattr__(self, name, allowed[allowed.index(getattr(self, name))])
         for name, low in (("epochs", 1), ("batch_size", 1), ("cutout", 0), ("seed", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < low:

@@ -1,0 +1,29 @@
+"""`pwfn compress`: a run, or a dry run, shown as suits where its output goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from pwfn.config import Config
+from pwfn.dryrun import forecast
+from pwfn.options import RunOptions
+from pwfn.runs import run
+from pwfn.team import team_for
+from pwfn.watching import view_for
+
+
+def compress(
+    options: RunOptions, config: Config, say: Callable[[str], None], *, dry_run: bool, as_json: bool
+) -> int:
+    """Do it, show it, and return the command's status: 1 where there was a target, and it was missed."""
+    team = team_for(options.device)
+    if dry_run:
+        found = forecast(options, config, team)
+        for line in ([json.dumps(found.to_dict())] if as_json else found.lines()) if team.leads else ():
+            say(line)
+        return 0
+    facts = run(options, config, view_for(as_json=as_json, say=say), team)
+    if as_json and team.leads:
+        say(json.dumps(facts))
+    return int(facts.get("choice", {}).get("met_in_the_end") is False)

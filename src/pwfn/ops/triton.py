@@ -1,0 +1,424 @@
+"""Triton kernels for the operations of ``library``, one pass each over the vectors.
+
+The noise of weight i comes from Philox 4x32-10 with the seed as key and (i // 4, step) as its
+128-bit counter: it depends on seed, step and i alone, not on the launch, and no two weights or
+steps of a seed share a counter. The four words of a counter become the noise of four neighbours by
+Box–Muller. Offsets are 64-bit; a grid ends at 2^31 - 1 programs, so that a vector may have up to
+2^41 elements at the default block. A fixed weight's entries of the vectors that are trained are
+neither read nor written.
+
+Coefficients (learning rates and the like) reach a kernel as float32, also where it computes in float64.
+"""
+
+# A kernel's parameters are pointers and scalars of Triton's language, which has no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwfn.ops.reference import SIGMA_FLOOR, wide
+
+try:  # It comes with torch's CUDA builds only, and brings no types.
+    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+except ImportError:  # library.py registers none of this then; the module still opens, for its reader
+    triton = None
+
+BLOCK = 1024
+"""Elements of a program, a power of two from 4 on; only the last bits of the norm depend on it."""
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit``, compiled once for any numbers and any alignment.
+
+    Knowing that a vector is aligned, Triton would give a thread several neighbours to read at once.
+    Here each of them is read or not by its own mask, and such threads would read in strides: one
+    element a thread keeps a warp's reads side by side, and whole sectors of fixed weights unread.
+    """
+    if triton is None:
+        return function
+    parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+    names = [name for name in parameters if not name.isupper()]  # the others are constants
+    numbers = [name for name in names if name in ("n", "seed", "step")]
+    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=names)
+
+
+@_jit
+def _normal_pair(x, y):
+    """Two normal numbers of two 32-bit words, ``sqrt(-2 ln u) * (cos, sin)(2 pi v)``; |.| <= 6.77."""
+    # u = (x + 1/2) / 2^32 is never zero. Near one an approximate logarithm might come out positive.
+    u = x.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    angle = y.to(tl.float32) * 1.4629180792671596e-09
+    radius = tl.sqrt(tl.maximum(-2.0 * tl.log(u), 0.0))
+    return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@_jit
+def _noise(seed, step, start, BLOCK: tl.constexpr):  # noqa: N803 - Triton's habit for constants
+    """The noise of weights start, start + 1, …, start + BLOCK - 1; start is a multiple of four."""
+    four = start // 4 + tl.arange(0, BLOCK // 4)
+    low = four.to(tl.uint32)
+    step_low = low * 0 + step.to(tl.uint32)
+    step_high = low * 0 + (step.to(tl.uint64) >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, (four >> 32).to(tl.uint32), step_low, step_high)
+    first, second = _normal_pair(a, b)
+    third, fourth = _normal_pair(c, d)
+    return tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+
+
+@_jit
+def _places(fixed, n, BLOCK: tl.constexpr):  # noqa: N803
+    """This program's start and indices, and which of them are fixed, and which free."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    inside = at < n
+    held = tl.load(fixed + at, mask=inside, other=0) != 0
+    return start, at, held, inside & (held == 0)
+
+
+@_jit
+def _floored(sigma, floor):
+    return tl.where(sigma < floor, floor, sigma)  # not maximum, which would hide a NaN
+
+
+@_jit
+def _draw(
+    free_mu,
+    free_sigma,
+    fixed,
+    fixed_mu,
+    fixed_sigma,
+    out,
+    n,
+    floor,
+    seed,
+    step,
+    NOISE_ON_FIXED: tl.constexpr,  # noqa: N803
+    WIDE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    start, at, held, free = _places(fixed, n, BLOCK)
+    mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
+    mu = tl.where(held, tl.load(fixed_mu + at, mask=held, other=0.0).to(WIDE), mu)
+    sigma = _floored(tl.load(free_sigma + at, mask=free, other=0.0).to(WIDE), floor)
+    if NOISE_ON_FIXED:
+        sigma = tl.where(held, tl.load(fixed_sigma + at, mask=held, other=0.0).to(WIDE), sigma)
+    else:
+        sigma = tl.where(held, 0.0, sigma)
+    w = mu + sigma * _noise(seed, step, start, BLOCK)
+    tl.store(out + at, w, mask=held | free)
+
+
+@_jit
+def _draw_backward(
+    grad_w,
+    fixed,
+    grad_mu,
+    grad_sigma,
+    n,
+    seed,
+    step,
+    WIDE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    start, at, held, free = _places(fixed, n, BLOCK)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE)
+    tl.store(grad_mu + at, grad, mask=held | free)
+    tl.store(grad_sigma + at, tl.where(held, 0.0, grad * _noise(seed, step, start, BLOCK)), mask=held | free)
+
+
+@_jit
+def _grad_squared_norm(
+    grad_w,
+    fixed,
+    partial,
+    n,
+    seed,
+    step,
+    WIDE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    start, at, _, free = _places(fixed, n, BLOCK)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE)
+    noise = _noise(seed, step, start, BLOCK)
+    tl.store(partial + tl.program_id(0), tl.sum(grad * grad * (1.0 + noise * noise), axis=0))
+
+
+@_jit
+def _gradients(
+    free_mu,
+    free_sigma,
+    grad_w,
+    scale,
+    at,
+    free,
+    noise,
+    alpha,
+    cap,
+    floor,
+    WIDE: tl.constexpr,  # noqa: N803
+):
+    """mu, sigma and their gradients, the regulariser's part added unscaled."""
+    mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
+    sigma = _floored(tl.load(free_sigma + at, mask=free, other=0.0).to(WIDE), floor)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE) * tl.load(scale).to(WIDE)
+    return mu, sigma, grad, grad * noise - tl.where(sigma < cap, alpha, 0.0)
+
+
+@_jit
+def _sgd(
+    free_mu,
+    free_sigma,
+    momentum_mu,
+    momentum_sigma,
+    grad_w,
+    fixed,
+    scale,
+    n,
+    lr,
+    sigma_lr,
+    momentum,
+    weight_decay,
+    alpha,
+    cap,
+    floor,
+    seed,
+    step,
+    WIDE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    start, at, _, free = _places(fixed, n, BLOCK)
+    noise = _noise(seed, step, start, BLOCK)
+    mu, sigma, grad_mu, grad_sigma = _gradients(
+        free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
+    )
+    kept_mu = tl.load(momentum_mu + at, mask=free, other=0.0).to(WIDE)
+    kept_mu = momentum * kept_mu + (grad_mu + weight_decay * mu)
+    kept_sigma = tl.load(momentum_sigma + at, mask=free, other=0.0).to(WIDE)
+    kept_sigma = momentum * kept_sigma + grad_sigma
+    tl.store(momentum_mu + at, kept_mu, mask=free)
+    tl.store(momentum_sigma + at, kept_sigma, mask=free)
+    tl.store(free_mu + at, mu - lr * kept_mu, mask=free)
+    tl.store(free_sigma + at, _floored(sigma - sigma_lr * kept_sigma, floor), mask=free)
+
+
+@_jit
+def _adam_step(
+    mean,
+    square,
+    grad,
+    at,
+    free,
+    rate,
+    root_bias,
+    keep_mean,
+    keep_square,
+    epsilon,
+    WIDE: tl.constexpr,  # noqa: N803
+):
+    """How far to go, ``rate * m / (sqrt(v) / root_bias + epsilon)``; m and v are stored."""
+    old_mean = tl.load(mean + at, mask=free, other=0.0).to(WIDE)
+    old_square = tl.load(square + at, mask=free, other=0.0).to(WIDE)
+    new_mean = old_mean + keep_mean * (grad - old_mean)
+    new_square = old_square + keep_square * (grad * grad - old_square)
+    tl.store(mean + at, new_mean, mask=free)
+    tl.store(square + at, new_square, mask=free)
+    return rate * new_mean / (tl.sqrt(new_square) / root_bias + epsilon)
+
+
+@_jit
+def _adamw(
+    free_mu,
+    free_sigma,
+    mean_mu,
+    mean_sigma,
+    square_mu,
+    square_sigma,
+    grad_w,
+    fixed,
+    scale,
+    n,
+    rate,
+    sigma_rate,
+    root_bias,
+    keep_mean,
+    keep_square,
+    epsilon,
+    decay,
+    alpha,
+    cap,
+    floor,
+    seed,
+    step,
+    WIDE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    start, at, _, free = _places(fixed, n, BLOCK)
+    noise = _noise(seed, step, start, BLOCK)
+    mu, sigma, grad_mu, grad_sigma = _gradients(
+        free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
+    )
+    mu = mu - decay * mu
+    mu = mu - _adam_step(
+        mean_mu,
+        square_mu,
+        grad_mu,
+        at,
+        free,
+        rate,
+        root_bias,
+        keep_mean,
+        keep_square,
+        epsilon,
+        WIDE,
+    )
+    sigma = sigma - _adam_step(
+        mean_sigma,
+        square_sigma,
+        grad_sigma,
+        at,
+        free,
+        sigma_rate,
+        root_bias,
+        keep_mean,
+        keep_square,
+        epsilon,
+        WIDE,
+    )
+    tl.store(free_mu + at, mu, mask=free)
+    tl.store(free_sigma + at, _floored(sigma, floor), mask=free)
+
+
+def draw(
+    free_mu: Tensor,
+    free_sigma: Tensor,
+    fixed: Tensor,
+    fixed_mu: Tensor,
+    fixed_sigma: Tensor,
+    seed: int,
+    step: int,
+    noise_on_fixed: bool,
+    dtype: torch.dtype,
+    *,
+    block: int = BLOCK,
+) -> Tensor:
+    """See :func:`pwfn.ops.reference.draw`; equal in distribution to it, not in bits."""
+    out = torch.empty_like(free_mu, dtype=dtype)
+    vectors = free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, out
+    _launch(
+        _draw, vectors, (SIGMA_FLOOR, seed, step), block, WIDE=free_mu.dtype, NOISE_ON_FIXED=noise_on_fixed
+    )
+    return out
+
+
+def draw_backward(
+    grad_w: Tensor, fixed: Tensor, seed: int, step: int, *, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """See :func:`pwfn.ops.reference.draw_backward`."""
+    grad_w = grad_w.contiguous()  # the gradient of a sum is one number seen many times
+    grad_mu = torch.empty_like(grad_w, dtype=wide(grad_w.dtype))
+    grad_sigma = torch.empty_like(grad_mu)
+    _launch(_draw_backward, (grad_w, fixed, grad_mu, grad_sigma), (seed, step), block, WIDE=grad_w.dtype)
+    return grad_mu, grad_sigma
+
+
+def grad_squared_norm(grad_w: Tensor, fixed: Tensor, seed: int, step: int, *, block: int = BLOCK) -> Tensor:
+    """See :func:`pwfn.ops.reference.grad_squared_norm`.
+
+    Each program sums its block into a place of its own, in float32 for a narrow gradient; then the
+    places are summed in float64. There are no atomics: the same input gives the same bits.
+    """
+    grad_w = grad_w.contiguous()
+    partial = torch.empty(-(-grad_w.numel() // block), dtype=torch.float64, device=grad_w.device)
+    _launch(_grad_squared_norm, (grad_w, fixed, partial), (seed, step), block, WIDE=grad_w.dtype)
+    return partial.sum()
+
+
+def sgd_(
+    free_mu: Tensor,
+    free_sigma: Tensor,
+    momentum_mu: Tensor,
+    momentum_sigma: Tensor,
+    grad_w: Tensor,
+    fixed: Tensor,
+    scale: Tensor,
+    lr: float,
+    sigma_lr: float,
+    momentum: float,
+    weight_decay: float,
+    alpha: float,
+    cap: float,
+    seed: int,
+    step: int,
+    *,
+    block: int = BLOCK,
+) -> None:
+    """See :func:`pwfn.ops.reference.sgd_`."""
+    vectors = free_mu, free_sigma, momentum_mu, momentum_sigma, grad_w.contiguous(), fixed, scale
+    numbers = lr, sigma_lr, momentum, weight_decay, alpha, cap, SIGMA_FLOOR, seed, step
+    _launch(_sgd, vectors, numbers, block, WIDE=free_mu.dtype)
+
+
+def adamw_(
+    free_mu: Tensor,
+    free_sigma: Tensor,
+    mean_mu: Tensor,
+    mean_sigma: Tensor,
+    square_mu: Tensor,
+    square_sigma: Tensor,
+    grad_w: Tensor,
+    fixed: Tensor,
+    scale: Tensor,
+    lr: float,
+    sigma_lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    alpha: float,
+    cap: float,
+    count: int,
+    seed: int,
+    step: int,
+    *,
+    block: int = BLOCK,
+) -> None:
+    """See :func:`pwfn.ops.reference.adamw_`."""
+    vectors = (
+        free_mu,
+        free_sigma,
+        mean_mu,
+        mean_sigma,
+        square_mu,
+        square_sigma,
+        grad_w.contiguous(),
+        fixed,
+        scale,
+    )
+    mean_bias, root_bias = 1 - beta1**count, (1 - beta2**count) ** 0.5
+    rates = lr / mean_bias, sigma_lr / mean_bias, root_bias, 1 - beta1, 1 - beta2, epsilon, lr * weight_decay
+    _launch(_adamw, vectors, (*rates, alpha, cap, SIGMA_FLOOR, seed, step), block, WIDE=free_mu.dtype)
+
+
+def _launch(
+    kernel: Any,
+    vectors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    block: int,
+    *,
+    WIDE: torch.dtype,  # noqa: N803 - the constants' names in the kernels
+    **constants: Any,
+) -> None:
+    """Run a kernel over the first vector's elements, on that vector's device."""
+    n = vectors[0].numel()
+    if n == 0:
+        return
+    pointers = [vector.view(torch.uint8) if vector.dtype == torch.bool else vector for vector in vectors]
+    width = tl.float64 if wide(WIDE) == torch.float64 else tl.float32
+    with torch.cuda.device_of(vectors[0]):
+        kernel[(-(-n // block),)](*pointers, n, *numbers, WIDE=width, BLOCK=block, **constants)

@@ -1,0 +1,110 @@
+"""How far a run has come: what each round gave, and all that it takes to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from pwfn.config import Config
+from pwfn.errors import WeightError
+from pwfn.metrics import Pool
+from pwfn.posterior import FixRecord, GaussianNetwork
+from pwfn.scoring import Scores, finite
+from pwfn.targets import Choice, State
+from pwfn.training import Fitting
+
+
+@dataclass(frozen=True)
+class Round:
+    """The facts of one round, after its fixing."""
+
+    number: int  # from 1
+    steps: int  # training steps before the fixing
+    loss: float | None  # mean task loss over them; None for no steps
+    fix: FixRecord
+    fixed: Pool  # over the weights fixed so far
+    sigma_quartiles: tuple[float, float, float]  # of the weights that were free in training
+    scores: Scores | None  # of the point estimate on the validation data
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its figures as plain values."""
+        return {
+            "round": self.number,
+            "fraction": self.fix.fraction,
+            "steps": self.steps,
+            "loss": finite(self.loss),
+            "metric": finite(self.scores.metric) if self.scores else None,
+            "validation_loss": finite(self.scores.loss) if self.scores else None,
+            "entropy_bits": self.fixed.entropy_bits,
+            "unique": self.fixed.unique,
+            "power_of_two_share": self.fixed.power_of_two_share,
+            "zero_share": self.fixed.zero_share,
+            "sigma_quartiles": list(self.sigma_quartiles),
+            "centres": len(self.fix.steps),
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """A moment in training, told a few times a second at most."""
+
+    stage: str  # "round 3 of 10", "polish"
+    round: int  # from 1; one more than there are for what comes after
+    rounds: int
+    step: int  # done in this stretch of training
+    steps: int
+    epoch: float  # done in this stretch
+    epochs: float
+    loss: float  # mean since the last pulse
+    learning_rate: float
+    done: float  # share of all training steps of the run, 0 to 1
+    batches: int = 0  # drawn in the whole run
+
+
+@dataclass
+class Progress:
+    """How far a run has come: its rounds, and all that it takes to go on after the last of them.
+
+    An error raised in mid-run carries it as ``error.progress``; ``compress(..., resume=progress)``
+    goes on from there, with the same settings or with others (a lower learning rate, say). With the
+    same settings, and loaders that give the same epochs again (:class:`pwfn.data.Epochs`), the result
+    is the very one that the uninterrupted run would have had.
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)  # after each round, where they are kept
+    choice: Choice | None = None  # of a state, once there is one
+    before: Scores | None = None
+    state: dict[str, Any] | None = None  # state dict of the GaussianNetwork, on the CPU
+    finished: int = 0  # how many of the steps after the last round are done
+    batches: int = 0  # batches drawn from the training data
+    random: list[dict[str, Any]] | None = None  # every random state of every process
+    fitting: Fitting | None = None  # a stretch of training that was begun, if in the midst of one
+
+    def network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
+        """The network as it was after the last finished round, made from the original model."""
+        net = GaussianNetwork(model, config)
+        self.restore(net)
+        return net
+
+    def restore(self, net: GaussianNetwork) -> None:
+        """Put a network into the state after the last finished round."""
+        if self.state is None:
+            return
+        try:
+            net.load_state_dict(self.state)
+        except RuntimeError as error:
+            raise WeightError(
+                "the progress does not fit the model: it is of another network, or of other "
+                "layout.include and layout.exclude"
+            ) from error
+
+
+Keep = Callable[[Callable[[], Progress], bool], None]
+"""Is given, after every step, a function that takes the progress at that step, and whether a stretch
+of training ends there: what follows, clustering and scoring, may take long."""

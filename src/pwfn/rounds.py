@@ -1,0 +1,288 @@
+"""The inside of a run: stretches of training, fixings, and what comes after the last of them."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn.batches import Source
+from pwfn.compressed import Compressed
+from pwfn.config import Config
+from pwfn.fileformat import dumps, load
+from pwfn.metrics import Pool
+from pwfn.posterior import GaussianNetwork
+from pwfn.progress import Keep, Progress, Pulse, Round
+from pwfn.randomness import random_states, restore_random_states
+from pwfn.scoring import LossFn, Objective, Scores, accuracy, divergence, evaluate
+from pwfn.targets import State, check_target, choose
+from pwfn.team import Team
+from pwfn.training import AfterStep, Fitting, fit, reestimate_batchnorm, steps_in
+
+
+class Run:
+    """One run's fixed parts: network, data and objective; and how far it has come."""
+
+    progress: Progress
+    keep: Keep | None = None
+    between: Callable[[], None] | None = None
+    on_pulse: Callable[[Pulse], None] | None = None
+    record: Mapping[str, Any]  # facts that every file of this run keeps
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None,
+        config: Config,
+        team: Team,
+        loss_fn: LossFn,
+        metric: LossFn | None,
+        distill: bool | LossFn,
+    ) -> None:
+        self.config, self.team, self.record = config, team, {}
+        self.net = GaussianNetwork(model, config).to(team.device)
+        self.original = copy.deepcopy(model).to(team.device).eval()
+        self.train = Source("train_loader", train_loader, team.device)
+        self.val = Source("val_loader", val_loader, team.device) if val_loader is not None else None
+        compare = divergence if distill is True else distill or None
+        is_cross_entropy = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
+        classifies = is_cross_entropy and compare in (None, divergence)
+        self.metric = metric or (accuracy if classifies else None)
+        check_target(config.target, self.val is not None and self.metric is not None)
+        self.objective = Objective(loss_fn, self.original if compare else None, compare)
+        self.epoch = self.train.steps_per_epoch(config.training)  # in batches
+
+    def whole(self, on_round: Callable[[Progress], None] | None) -> None:
+        """All rounds that are left, the choice of a state where there is a target, and the finish."""
+        progress, fractions = self.progress, self.config.schedule.fractions
+        if progress.state is None:
+            progress.before = self.scores(self.original)
+        progress.restore(self.net)
+        self.batches = self.train.endless(progress.batches)
+        if progress.random is not None:
+            restore_random_states(progress.random[self.team.rank])
+        reached = progress.rounds[-1].fix.fraction if progress.rounds else 0.0
+        for number, fraction in enumerate(fractions, 1):
+            if fraction <= reached:
+                continue
+            progress.rounds.append(self.round(number, fraction))
+            if self.config.target.wanted or self.config.target.keep_states:
+                progress.states.append(self.state(number, fraction))
+            self.advance()
+            if on_round is not None:
+                on_round(progress)
+        if self.config.target.wanted and progress.choice is None:
+            self.settle()
+        # Statistics fit the point estimate, then the parameters the statistics, then once more.
+        for number, step in enumerate((self.reestimate, self.polish, self.reestimate)):
+            if number >= progress.finished:
+                step()
+                progress.finished = number + 1
+                self.advance()
+
+    def advance(self) -> None:
+        """Note where the run is, between two stretches of training."""
+        progress = self.progress
+        progress.state, progress.fitting = _on_cpu(self.net.state_dict()), None
+        progress.batches, progress.random = self.batches.drawn, self.team.gather(random_states())
+
+    def fit(self, optimizer: torch.optim.Optimizer, steps: int, round_number: int, where: str) -> float:
+        """Train, from the beginning or from where the progress says that this stretch was left."""
+        start, self.progress.fitting = self.progress.fitting, None
+        first = start.step if start is not None else 0
+        before = sum(self.stretches()[: round_number - 1])
+
+        def look(step: int, loss: float) -> None:
+            if self.on_pulse is not None:
+                share = self.config.training.accumulate / self.epoch
+                self.on_pulse(
+                    Pulse(
+                        stage=where,
+                        round=round_number,
+                        rounds=len(self.config.schedule.fractions),
+                        step=step,
+                        steps=steps,
+                        epoch=step * share,
+                        epochs=steps * share,
+                        loss=loss,
+                        learning_rate=optimizer.param_groups[0]["lr"],
+                        done=(before + step) / sum(self.stretches()),
+                        batches=self.batches.drawn,
+                    )
+                )
+
+        loss = fit(
+            self.net,
+            self.batches,
+            steps,
+            self.objective,
+            self.config.training,
+            optimizer=optimizer,
+            where=where,
+            start=start,
+            after_step=self.after_step(first, steps) if self.keep is not None else None,
+            look=look,
+            team=self.team,
+        )
+        # As with DistributedDataParallel, the first process's statistics are everybody's.
+        buffers = [buffer for buffer in self.net.model.buffers() if buffer.dtype != torch.bool]
+        self.team.copy_first_(buffers)
+        return loss
+
+    def after_step(self, done: int, steps: int) -> AfterStep:
+        """Offers the progress after every step, and says which is the last of the stretch."""
+
+        def call(snapshot: Callable[[], Fitting]) -> None:
+            nonlocal done
+            done += 1
+
+            def progress() -> Progress:
+                fitting = snapshot()
+                return replace(
+                    self.progress,
+                    rounds=list(self.progress.rounds),
+                    states=list(self.progress.states),
+                    state=_on_cpu(self.net.state_dict()),
+                    batches=self.batches.drawn,
+                    random=self.team.gather(random_states()),
+                    fitting=fitting,
+                )
+
+            if self.keep is not None:
+                self.keep(progress, done == steps)
+
+        return call
+
+    def stretches(self) -> list[int]:
+        """Steps of each stretch of training: of every round, and of polish."""
+        schedule = self.config.schedule
+        rest = [schedule.epochs_per_round] * (len(schedule.fractions) - 1)
+        return [*(self.steps_in(epochs) for epochs in (schedule.warmup_epochs, *rest)), self.polish_steps]
+
+    def steps_in(self, epochs: float) -> int:
+        """Steps of the optimiser in a number of epochs."""
+        return steps_in(epochs / self.config.training.accumulate, self.epoch)
+
+    def round(self, number: int, fraction: float) -> Round:
+        """Train with fresh optimiser state, then fix up to the fraction."""
+        started = time.perf_counter()
+        config, net = self.config.training, self.net
+        steps = self.stretches()[number - 1]
+        optimizer = torch.optim.SGD(
+            net.parameter_groups(
+                lr=config.learning_rate,
+                sigma_lr=config.sigma_learning_rate,
+                weight_decay=config.weight_decay,
+            ),
+            momentum=config.momentum,
+        )
+        where = f"round {number} of {len(self.config.schedule.fractions)}"
+        loss = self.fit(optimizer, steps, number, where) if steps else None
+        quartiles = _quartiles(net.sigma[~net.fixed].detach())
+        record = net.fix(fraction)
+        self.team.check_alike(f"{where}: the clusters", (net.fixed, net.mu, net.sigma))
+        return Round(
+            number=number,
+            steps=steps,
+            loss=loss,
+            fix=record,
+            fixed=Pool.of(net.mu[net.fixed].detach()),
+            sigma_quartiles=quartiles,
+            scores=self.scores(net),
+            seconds=time.perf_counter() - started,
+        )
+
+    def state(self, number: int, fraction: float) -> State:
+        """The whole network as it would be if the run ended here; the run itself goes on untouched."""
+        net = self.net.rounded()
+        if self.config.finish.reestimate_batchnorm:
+            # From the first epoch again, not from the run's own batches, which it must find as they were.
+            steps = steps_in(self.config.finish.reestimate_epochs, self.epoch)
+            where = f"the state after round {number}"
+            reestimate_batchnorm(net, self.train.endless(), steps, where, self.team)
+        compressed = net.finish()
+        scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)))
+        record = {"method": "pwfn", "settings": self.config.to_dict(), "round": number, **self.record}
+        pool = Pool.of(compressed.values())
+        content = self.team.first(lambda: dumps(replace(compressed, record=record)))
+        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content)
+
+    def settle(self) -> None:
+        """Choose the state to keep and, if it is not the last, go back to it."""
+        progress = self.progress
+        progress.choice = choose(progress.states, progress.before, self.config.target)
+        if progress.choice.round < len(self.config.schedule.fractions):
+            chosen = next(s for s in progress.states if s.round == progress.choice.round)
+            self.net.adopt(_read(chosen.content))
+        self.advance()
+
+    def reestimate(self) -> None:
+        """Gather BatchNorm statistics at the point estimate; the second time only if polish changed it."""
+        finish = self.config.finish
+        if finish.reestimate_batchnorm and (self.progress.finished == 0 or self.polish_steps):
+            steps = steps_in(finish.reestimate_epochs, self.epoch)
+            reestimate_batchnorm(self.net, self.batches, steps, "BatchNorm re-estimation", self.team)
+
+    @property
+    def polish_steps(self) -> int:
+        """Steps of polish: none where every parameter is compressed."""
+        trained = any(p.requires_grad for p in self.net.model.parameters())
+        return self.steps_in(self.config.finish.polish_epochs) if trained else 0
+
+    def polish(self) -> None:
+        """Train the uncompressed parameters alone, with noise off."""
+        if not self.polish_steps:
+            return
+        parameters = [p for p in self.net.model.parameters() if p.requires_grad]
+        config = self.config.training
+        optimizer = torch.optim.SGD(
+            parameters,
+            lr=self.config.finish.polish_learning_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        with self.net.sampling(False):
+            self.fit(optimizer, self.polish_steps, len(self.config.schedule.fractions) + 1, "polish")
+
+    def scores(self, model: nn.Module) -> Scores | None:
+        """Of a model on the validation data, if there are any."""
+        if self.val is None:
+            return None
+        precision = self.config.training.precision
+        # Processes may have unlike numbers of batches, so that they could not agree to stop here.
+        between = self.between if self.team.world == 1 else None
+        return evaluate(
+            model, self.val, self.objective, self.metric, precision, team=self.team, between=between
+        )
+
+
+def _read(content: bytes) -> Compressed:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.pwfn"
+        path.write_bytes(content)
+        return load(path)
+
+
+def _quartiles(values: Tensor) -> tuple[float, float, float]:
+    if values.numel() == 0:
+        return (0.0, 0.0, 0.0)
+    ascending = values.sort().values
+    at = [round(q * (values.numel() - 1)) for q in (0.25, 0.5, 0.75)]
+    low, middle, high = ascending[at].tolist()
+    return (low, middle, high)
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }

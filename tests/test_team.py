@@ -1,0 +1,347 @@
+"""Several processes: they train together, come to the same clusters, and end together.
+
+The processes are started as torchrun starts them, by environment variables, each running this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pwfn import Config, PeerError, Team, compress, load
+from pwfn.data import TensorLoader
+from pwfn.errors import ConfigError, PwfnError
+from pwfn.options import RunOptions
+from pwfn.runs import run
+from pwfn.team import Processes, launched, team_for
+from pwfn.watching import Lines
+
+CPU = torch.device("cpu")
+CONFIG = Config().override(
+    {
+        "schedule.fractions": [0.5, 0.9, 1.0],
+        "schedule.epochs_per_round": 0.5,
+        "training.learning_rate": 0.01,
+        "finish.polish_epochs": 0.3,
+        "finish.reestimate_epochs": 0.2,
+    }
+)
+QUIET = CONFIG.override(
+    {
+        "posterior.init": "constant",
+        "posterior.constant_sigma": 1e-12,
+        "posterior.alpha": 0.0,
+        "schedule.warmup_epochs": 3.0,
+    }
+)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def start(job: str, *arguments: str, world: int = 2) -> list[subprocess.Popen[str]]:
+    port = str(free_port())
+    started = []
+    for rank in range(world):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        environment = {
+            **os.environ,
+            **{name: str(value) for name, value in place.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, __file__, job, *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        found.append((process.returncode, out, err))
+    return found
+
+
+def together(job: str, *arguments: str) -> list[Any]:
+    """What each of two processes prints last, as JSON."""
+    found = ended(start(job, *arguments))
+    for status, _, err in found:
+        assert status == 0, err
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in found]
+
+
+def test_one_process_is_a_team_of_its_own() -> None:
+    team = Team(CPU)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 3.0)
+    team.average_([torch.ones(1)])
+    team.average_gradients_([parameter])
+    team.copy_first_([torch.ones(1)])
+    team.check_alike("anything", [torch.ones(1)])
+    assert parameter.grad.tolist() == [3, 3]
+    assert team.total(torch.tensor(2.0)).item() == 2
+    assert (team.largest([1, 0]), team.gather("x"), team.first(lambda: 5)) == ([1, 0], ["x"], 5)
+    assert team.leads
+
+
+def test_how_many_processes_there_are_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert launched() == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched() == 4
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert launched() == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert team_for("cpu", alone=True).world == 1
+
+
+def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(PwfnError, match=r"needs accelerate: pip install 'pwfn\[accelerate\]'"):
+        team_for("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_cuda_asked_for_and_absent(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(ConfigError, match=r"device 'cuda' cannot be used \(there is no CUDA device"):
+        team_for("cuda")
+
+
+def test_the_operations_of_two_processes() -> None:
+    first, second = together("operations")
+    assert first.pop("failed") == "no space left"
+    assert second.pop("failed") == "the first process has stopped: no space left"
+    assert first == second
+    assert first["average"] == [1.5, 1.5]  # of 1 and 2
+    assert first["total"] == 3
+    assert first["copied"] == 1
+    assert first["largest"] == [7, 9]
+    assert first["gathered"] == ["rank 0", "rank 1"]
+    assert first["first"] == "from 0"
+    assert first["gradients"] == [[1.5], [1.0], None]  # both have it, one has it, none has it
+    assert first["large"] == 1.5
+    assert "differ between the processes (process 0 " in first["unlike"]
+
+
+def test_two_processes_share_a_batch_as_one_would_see_it() -> None:
+    """Without noise and BatchNorm, two halves of a batch make the step that the whole one makes."""
+    alone = torch.tensor(trained(Team(CPU), 16))
+    for found in together("halves"):
+        torch.testing.assert_close(torch.tensor(found), alone, rtol=0, atol=2e-6)
+
+
+def test_each_process_draws_its_own_noise() -> None:
+    first, second = together("noise")
+    assert first["noise"] != second["noise"]
+    assert first["clusters"] == second["clusters"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    found = ended(start("run", str(folder)))
+    assert [status for status, _, _ in found] == [0, 0], found
+    assert found[1][1] == ""  # the first alone speaks
+    return folder
+
+
+def test_a_run_of_two_processes_leaves_one_folder(whole: Path, tmp_path: Path) -> None:
+    record = json.loads((whole / "record.json").read_text())
+    assert record["identity"]["processes"] == record["machine"]["processes"] == 2
+    assert record["after"]["examples"] == 450  # each once, over both
+    assert record["weights"] == load(whole / "model.pwfn").layout.size
+    lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    assert [line["fraction"] for line in lines if line["event"] == "round"] == [0.5, 0.9, 1.0]
+    with pytest.raises(PwfnError, match="processes is 2, not 1"):
+        run(options(whole, resume=True), CONFIG)
+
+
+def test_two_processes_killed_go_on_to_the_same_bytes(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    processes = start("run", str(folder))
+    wait_for(folder / "checkpoints" / "checkpoint-000003.pt", processes)
+    for process in processes:
+        process.kill()
+    ended(processes)
+    assert not (folder / "model.pwfn").exists()
+    found = ended(start("run", str(folder)))
+    assert [status for status, _, _ in found] == [0, 0], found
+    assert "going on after round" in found[0][1]
+    assert (folder / "model.pwfn").read_bytes() == (whole / "model.pwfn").read_bytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_process_stops_both_at_the_same_step(rank: int, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    processes = start("run", str(folder))
+    wait_for(folder / "checkpoints" / "checkpoint-000001.pt", processes)
+    processes[rank].send_signal(signal.SIGTERM)
+    found = ended(processes)
+    assert [status for status, _, _ in found] == [128 + signal.SIGTERM] * 2, found
+    found = ended(start("run", str(folder)))
+    assert [status for status, _, _ in found] == [0, 0], found
+    assert (folder / "model.pwfn").read_bytes() == (whole / "model.pwfn").read_bytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_the_other_with_a_sentence(rank: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    processes = start("run", str(folder))
+    wait_for(folder / "checkpoints" / "checkpoint-000001.pt", processes)
+    processes[rank].kill()
+    began = time.monotonic()
+    status, _, err = ended(processes)[1 - rank]
+    assert time.monotonic() - began < 60
+    assert status == 2
+    assert f"process {1 - rank} of 2 has lost the others" in err
+    assert "Traceback" not in err
+
+
+def test_the_mistake_of_the_first_process_is_told_by_all(whole: Path) -> None:
+    found = ended(start("again", str(whole)))
+    assert [status for status, _, _ in found] == [2, 2]
+    assert all("holds a run already" in err for _, _, err in found)
+
+
+def wait_for(path: Path, processes: list[subprocess.Popen[str]]) -> None:
+    limit = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < limit
+        assert all(process.poll() is None for process in processes), ended(processes)
+        time.sleep(0.005)
+
+
+# What the processes do.
+
+
+def options(folder: Path, **changes: Any) -> RunOptions:
+    usual = {"weights": "random", "batch_size": 32, "device": "cpu", "checkpoint_minutes": 1e-3}
+    return RunOptions("digits_resnet", "digits", folder, **{**usual, **changes})
+
+
+def data(rank: int = 0, world: int = 1, batch_size: int = 16) -> TensorLoader:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(64, 1, 4, 4, generator=generator)
+    targets = torch.randint(0, 3, (64,), generator=generator)
+    return TensorLoader(images, targets, batch_size, shuffle=True, rank=rank, world=world)
+
+
+def trained(team: Team, batch_size: int, config: Config = QUIET) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    last: list[float] = []
+
+    def keep(progress: Any, ends: bool) -> None:
+        if ends and not last:  # before any fixing, which would hide small differences or make them large
+            state = progress().state
+            last[:] = state["free_mu"].tolist()
+
+    compress(model, data(team.rank, team.world, batch_size), None, config, keep=keep, team=team)
+    return last
+
+
+def job_operations(team: Processes) -> Any:
+    mine = float(team.rank + 1)
+    average = torch.full((2,), mine)
+    team.average_([average])
+    copied = torch.tensor(mine)
+    team.copy_first_([copied])
+    both, one, none, large = (nn.Parameter(torch.zeros(n)) for n in (1, 1, 1, 2**20))
+    both.grad = torch.full((1,), mine)
+    one.grad = torch.full((1,), 2.0) if team.rank == 1 else None
+    large.grad = torch.full((2**20,), mine)
+    team.average_gradients_([both, one, none, large])
+
+    def work() -> str:
+        assert team.rank == 0
+        return "from 0"
+
+    def fail() -> None:
+        raise ConfigError("no space left")
+
+    return {
+        "average": average.tolist(),
+        "total": team.total(torch.tensor(mine)).item(),
+        "copied": copied.item(),
+        "largest": team.largest([7 - team.rank, 8 + team.rank]),
+        "gathered": team.gather(f"rank {team.rank}"),
+        "first": team.first(work),
+        "gradients": [None if p.grad is None else p.grad.tolist() for p in (both, one, none)],
+        "large": large.grad[-1].item(),
+        "failed": sentence(lambda: team.first(fail), PwfnError),
+        "unlike": sentence(lambda: team.check_alike("the clusters", [average + team.rank]), PeerError),
+    }
+
+
+def sentence(work: Any, kind: type[PwfnError]) -> str:
+    with pytest.raises(kind) as caught:
+        work()
+    return str(caught.value)
+
+
+def job_halves(team: Processes) -> Any:
+    return trained(team, 8)
+
+
+def job_noise(team: Processes) -> Any:
+    drawn: list[float] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and not drawn:
+                drawn.append(float(self.weight.detach().double().sum()))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), Watched(16, 3)).train()
+    result = compress(model, data(team.rank, team.world, 8), None, CONFIG, team=team)
+    return {"noise": drawn, "clusters": result.compressed.values().tolist()}
+
+
+def main() -> None:
+    job, *arguments = sys.argv[1:]
+    try:
+        if job in ("run", "again"):
+            run(
+                options(Path(arguments[0]), resume=job == "run"),
+                CONFIG,
+                Lines(lambda line: print(line, flush=True)),
+            )
+            return
+        team = team_for("cpu")
+        assert isinstance(team, Processes)
+        print(json.dumps(globals()[f"job_{job}"](team)))
+    except PwfnError as error:
+        print(f"pwfn: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+
+
+if __name__ == "__main__":
+    main()
