@@ -10,9 +10,9 @@ Rivals: ``torch.sort`` of as many float32 numbers; and the plainest program, whi
 weight against every candidate and sorts all distances (ten rounds of 1 M weights on a CPU; at that size
 ``same`` tells whether both end with the same weights).
 
-``ours_bytes`` is the highest memory at any time less the inputs and the results; ``rival_bytes`` likewise,
-but for the sort its result, values and indices, counts: it is what one would hold to work with it. On a
-CPU it is read off the resident set, where the system tells it.
+``ours_bytes`` is the most memory held at any time of a round beyond its inputs and its result;
+``rival_bytes`` likewise, but for the sort its result, values and indices, counts: one would hold it to work
+with it. On a CPU it is the tensors made, without what an operation of torch needs inside.
 
 Means are drawn like a ResNet's, twenty layers with standard deviations from 0.01 to 0.2; sigma evenly from
 0.028 to 0.05, as seen in training.
@@ -26,14 +26,19 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from pwfn import PAPER_FRACTIONS, FixResult, __version__, candidates, fix_round
+from pwfn.clustering import target_count
 
 RULES = ("each", "mean", "nearest")
 LAYERS = 20
@@ -44,11 +49,10 @@ Round = Callable[[Tensor, Tensor, Tensor, float], State]
 
 
 class Measured(NamedTuple):
-    """Median seconds, highest extra bytes (None: not known), and the last result."""
+    """Median seconds and the most extra bytes."""
 
     seconds: float
-    bytes: int | None
-    result: Any
+    bytes: int
 
 
 def weights(size: int, device: torch.device) -> State:
@@ -67,38 +71,51 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def resident(key: str) -> int | None:
-    """Bytes resident now (VmRSS) or at most since the last reset (VmHWM); None where not told."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(key)]
-    return 1024 * int(found[0]) if found else None
+class Watch(TorchDispatchMode):
+    """The most bytes that tensors made within the block held at any time, without the operations' own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and note its results."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._alive[StorageWeakRef(storage)] = storage.nbytes()
+        self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+        return out
 
 
-def extra_bytes(action: Callable[[], Any], device: torch.device) -> int | None:
-    """The most memory that a run holds beyond what there was before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        action()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets the high mark back
-    except OSError:
-        return None
-    start = resident("VmRSS")
-    action()
-    peak = resident("VmHWM")
-    return None if start is None or peak is None else max(0, peak - start)
+def most_bytes(action: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """The most memory that a run holds beyond what there was before, and its result."""
+    if device.type == "cpu":
+        with Watch() as watch:
+            result = action()
+        return watch.peak_bytes, result
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = action()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, result
 
 
-def measure(action: Callable[[], Any], device: torch.device, repeats: int) -> Measured:
-    """One run for the memory, which also warms up, then several for the time."""
-    peak = extra_bytes(action, device)
+def most_extra_bytes(one: Round, state: State, fractions: tuple[float, ...]) -> int:
+    """The most memory of any round beyond its inputs and its result; this also warms up."""
+    most = 0
+    for fraction in fractions:
+        peak, state = most_bytes(partial(one, *state, fraction), state[0].device)
+        most = max(most, peak - sum(tensor.nbytes for tensor in state))
+    return most
+
+
+def median_s(action: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, Any]:
+    """Median seconds of several runs, and the last result."""
     times, result = [], None
     for _ in range(repeats):
         result = None  # no two results at a time
@@ -107,7 +124,7 @@ def measure(action: Callable[[], Any], device: torch.device, repeats: int) -> Me
         result = action()
         settle(device)
         times.append(time.perf_counter() - start)
-    return Measured(statistics.median(times), peak, result)
+    return statistics.median(times), result
 
 
 def rounds(one: Round, state: State, fractions: tuple[float, ...]) -> State:
@@ -118,12 +135,13 @@ def rounds(one: Round, state: State, fractions: tuple[float, ...]) -> State:
 
 
 class Ours:
-    """`pwfn.fix_round` by one rule; counts its choices of a centre."""
+    """`pwfn.fix_round` by one rule, which counts its choices of a centre."""
 
     def __init__(self, rule: str) -> None:
         self.rule, self.choices = rule, 0
 
     def __call__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float) -> State:
+        """One round."""
         done: FixResult = fix_round(mu, sigma, fixed, fraction, rule=self.rule, sweep=16.0)
         self.choices += len(done.steps)
         return done.mu, done.sigma, done.fixed
@@ -132,7 +150,7 @@ class Ours:
 def dense(mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float) -> State:
     """One round by ``each``: a table of weights by candidates, and all distances sorted."""
     mu, sigma, fixed = mu.clone(), sigma.clone(), fixed.clone()
-    goal = -int(-mu.numel() * fraction + 1e-9 // 1) if fraction < 1 else mu.numel()
+    goal = target_count(mu.numel(), fraction)
     omega, delta = 1, 1.0
     while (needed := goal - int(fixed.sum())) > 0:
         free = torch.nonzero(~fixed).squeeze(1)
@@ -168,44 +186,37 @@ class Bench:
             "rival_bytes": theirs.bytes,
             **more,
             "device": device_name(self.device),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "pwfn": __version__,
-            },
+            "versions": versions(),
         }
         print(json.dumps(facts), flush=True)
 
-    def ours(self, rule: str, state: State, fractions: tuple[float, ...]) -> tuple[Measured, int]:
-        """Measure our rounds; the memory is without the result, and the choices are of one run."""
-        one = Ours(rule)
-        found = measure(lambda: rounds(one, state, fractions), self.device, self.repeats)
-        # Between rounds the result of the last one is there too: an input of the next.
-        held = min(len(fractions), 2) * sum(tensor.nbytes for tensor in state)
-        extra = None if found.bytes is None else max(0, found.bytes - held)
-        return found._replace(bytes=extra), one.choices // (self.repeats + 1)
+    def rounds(self, one: Round, state: State, fractions: tuple[float, ...]) -> tuple[Measured, State]:
+        """Memory and time of round after round."""
+        peak = most_extra_bytes(one, state, fractions)
+        seconds, result = median_s(lambda: rounds(one, state, fractions), self.device, self.repeats)
+        return Measured(seconds, peak), result
 
-    def against_sort(self, size: int, cases: list[tuple[str, tuple[float, ...]]], words: str) -> None:
+    def against_sort(self, size: int, cases: Sequence[tuple[str, tuple[float, ...]]], words: str) -> None:
         """Rounds by some rules against one sort of as many numbers."""
         state = weights(size, self.device)
-        theirs = measure(lambda: torch.sort(state[0]), self.device, self.repeats)._replace(result=None)
+        peak = most_bytes(lambda: torch.sort(state[0]), self.device)[0]
+        seconds = median_s(lambda: torch.sort(state[0]), self.device, self.repeats)[0]
         for rule, fractions in cases:
-            done, choices = self.ours(rule, state, fractions)
+            ours = Ours(rule)
+            done = self.rounds(ours, state, fractions)[0]
             case = f"{words.format(fractions[-1])}, {size:,} weights, {rule}"
-            self.line(case, done, "one torch.sort of them", theirs, weights=size, choices=choices)
+            more = {"weights": size, "choices": ours.choices // (self.repeats + 1)}
+            self.line(case, done, "one torch.sort of them", Measured(seconds, peak), **more)
 
     def against_table(self, size: int) -> None:
         """All ten rounds against the plainest program."""
-        state = weights(size, self.device)
-        theirs = measure(lambda: rounds(dense, state, PAPER_FRACTIONS), self.device, self.repeats)
-        ours, choices = self.ours("each", state, PAPER_FRACTIONS)
-        held = 2 * sum(tensor.nbytes for tensor in state)
-        extra = None if theirs.bytes is None else max(0, theirs.bytes - held)
-        same = all(map(torch.equal, ours.result, theirs.result))
+        state, ours = weights(size, self.device), Ours("each")
+        theirs, expected = self.rounds(dense, state, PAPER_FRACTIONS)
+        done, found = self.rounds(ours, state, PAPER_FRACTIONS)
         case = f"all ten rounds, {size:,} weights, each"
-        rival = "a table of weights by candidates"
-        more = {"weights": size, "choices": choices, "same": same}
-        self.line(case, ours, rival, theirs._replace(bytes=extra), **more)
+        same = all(map(torch.equal, found, expected))
+        more = {"weights": size, "choices": ours.choices // (self.repeats + 1), "same": same}
+        self.line(case, done, "a table of weights by candidates", theirs, **more)
 
 
 def device_name(device: torch.device) -> str:
@@ -216,6 +227,11 @@ def device_name(device: torch.device) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Of everything that is timed."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "pwfn": __version__}
 
 
 def main() -> int:

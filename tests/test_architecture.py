@@ -36,6 +36,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("export",),
     ("posterior",),
+    ("flat",),
     ("metrics",),
     ("inspection",),
     ("batches", "randomness", "team"),

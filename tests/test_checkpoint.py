@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,41 @@ def test_a_run_cut_off_at_any_step_ends_in_the_same_bytes(step: int, tmp_path: P
     assert found is not None
     assert found.batches >= step
     assert_same(run(resume=found), run(), tmp_path)
+
+
+HALF = CONFIG.override({"training.precision": "fp16"})
+
+
+def steep(output: Tensor, target: Tensor) -> Tensor:
+    """A loss whose gradients are too large for 16 bits at first: the scale is halved a few times."""
+    return 64 * nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("step", [2, 7, 9, STEPS - 1])
+def test_with_sixteen_bits_the_scale_of_the_loss_is_kept_too(step: int, tmp_path: Path) -> None:
+    store, taken, scales = Store(tmp_path, {}), 0, []
+
+    def keep(progress: Callable[[], Progress], ends: bool) -> None:
+        nonlocal taken
+        taken += 1
+        now = progress()
+        assert now.fitting is not None
+        scales.append(now.fitting.scaler["scale"])
+        if taken == step:
+            store.save(now)
+            raise CutOffError
+
+    def half(**how: Any) -> Result:
+        return compress(network(), Shuffled(), Shuffled(), HALF, steep, **how)
+
+    with pytest.raises(CutOffError):
+        half(keep=keep)
+    assert min(scales) < 65536
+    found = store.newest()
+    assert found is not None
+    assert found.fitting is not None
+    assert found.fitting.scaler["scale"] == scales[-1]
+    assert_same(half(resume=found), half(), tmp_path)
 
 
 def test_keeping_progress_changes_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 import math
 import random
+from contextlib import contextmanager
 from fractions import Fraction
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from pwfn import PAPER_FRACTIONS, FixResult, PwfnError, fix_round
+from pwfn import PAPER_FRACTIONS, FixResult, PwfnError, clustering_free, fix_round
 from pwfn.clustering import relative_moves, target_count
 from pwfn.config import Rule
 
@@ -573,3 +575,214 @@ def test_relative_moves_of_a_round_account_for_every_weight():
         assert len(own) == move.count
         assert move.mean == pytest.approx(math.fsum(own) / len(own), rel=1e-12)
         assert move.largest == max(own)
+
+
+# The machinery: blocks, compaction, and the search for the last distance in bins, at sizes that use them
+
+
+@contextmanager
+def machinery(block=7, worth=1, few=0, bin_bits=3):
+    """Make a short vector go the way of a long one."""
+    with patch.multiple(clustering_free, _BLOCK=block, _WORTH=worth, _FEW=few, _BIN_BITS=bin_bits):
+        yield
+
+
+SMALL = ({"block": 1}, {"block": 64, "few": 2}, {"worth": 10**9}, {"few": 10**9})
+
+
+@pytest.mark.parametrize("small", SMALL, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_blocks_and_bins_change_nothing_against_the_literal_reading(rule, small):
+    rng = random.Random(f"{rule} {small}")
+    cases = product(DRAWS, (1, 2, 63, 127), (False, True), (None, 4.0))
+    for case, (draw, size, zero_fix, sweep) in enumerate(cases):
+        mu, sigma = draw(rng, size, 4)
+        fixed = [rng.random() < 0.3 for _ in range(size)]
+        for fraction in (0.5, 0.9, 1.0):
+            with machinery(**small):
+                result = assert_agrees(
+                    mu,
+                    sigma,
+                    fixed,
+                    fraction,
+                    rule=rule,
+                    b=4,
+                    delta=(1.0, 0.25)[case % 2],
+                    zero_fix=zero_fix,
+                    sweep=sweep,
+                )
+            mu, sigma, fixed = result.mu.tolist(), result.sigma.tolist(), result.fixed.tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_thousand_weights_in_blocks_agree_with_the_literal_reading(rule):
+    rng = random.Random(rule)
+    for draw, fraction in product(DRAWS, (0.3, 1.0)):
+        mu, sigma = draw(rng, 1025, 5)
+        with machinery(block=127, few=16):
+            assert_agrees(mu, sigma, [False] * 1025, fraction, rule=rule, b=5, omega_max=2, sweep=8.0)
+
+
+@st.composite
+def exact_vectors(draw):
+    """Multiples of 1/64 over powers of two: every distance and sum of them is exact, also in float32."""
+    size = draw(st.sampled_from((1, 2, 3, 7, 20, 40)))
+    numbers = st.integers(-96, 96).map(lambda n: n / 64)
+    sigmas = st.sampled_from((0.0, 2.0**-9, 2.0**-6, 2.0**-5, 2.0**-4, 0.5))
+    lists = (st.lists(kind, min_size=size, max_size=size) for kind in (numbers, sigmas, st.booleans()))
+    return tuple(draw(each) for each in lists)
+
+
+@given(
+    start=exact_vectors(),
+    fraction=st.floats(0, 1),
+    rule=st.sampled_from(RULES),
+    zero_fix=st.booleans(),
+    sweep=st.sampled_from((None, 0.5, 4.0)),
+    delta=st.sampled_from((0.125, 1.0, 3.0)),
+    dtype=st.sampled_from((torch.float32, torch.float64)),
+    small=st.fixed_dictionaries(
+        {
+            "block": st.integers(1, 41),
+            "worth": st.sampled_from((0, 10, 100)),
+            "few": st.sampled_from((0, 1, 5, 100)),
+            "bin_bits": st.integers(1, 5),
+        }
+    ),
+)
+@hypothesis_settings(deadline=None, max_examples=300, derandomize=True)
+def test_any_blocks_and_bins_agree_with_the_literal_reading(
+    start, fraction, rule, zero_fix, sweep, delta, dtype, small
+):
+    # 2^-9 as the floor, so that distances to it are exact as well
+    more = {"distance_floor": 2.0**-9, "b": 4, "omega_max": 2}
+    with machinery(**small):
+        assert_agrees(*start, fraction, dtype, rule=rule, zero_fix=zero_fix, sweep=sweep, delta=delta, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sweep", [None, 4.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_blocks_and_compaction_give_the_same_bits(rule, sweep, dtype):
+    generator = torch.Generator().manual_seed(2)
+    mu = torch.randn(20_011, generator=generator, dtype=dtype) * 0.1
+    sigma = 0.05 * 2 ** (-8 * torch.rand(mu.numel(), generator=generator, dtype=dtype))
+    mu[::7] = mu[::7].mul(64).round() / 64  # many equal distances
+    sigma[::7] = 0.03125
+    fixed = torch.rand(mu.numel(), generator=generator) < 0.1
+    for fraction in (0.3, 0.7, 1.0):
+        with machinery(block=10**6, worth=10**6, few=10**6):
+            plain = fix_round(mu, sigma, fixed, fraction, rule=rule, sweep=sweep)
+        with machinery(block=1_000, worth=100, few=50, bin_bits=6):
+            result = fix_round(mu, sigma, fixed, fraction, rule=rule, sweep=sweep)
+        assert repr(result.steps) == repr(plain.steps)
+        assert torch.equal(result.mu, plain.mu)
+        assert torch.equal(result.fixed, plain.fixed)
+        assert torch.allclose(
+            result.sigma, plain.sigma, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0
+        )
+        mu, sigma, fixed = plain.mu, plain.sigma, plain.fixed
+
+
+@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_window_holds_its_own_edge(dtype, few):
+    # Around 1/2, reach is delta times the largest sigma, 1/16: the weights at its very ends have D = 1.
+    ends = torch.tensor([0.4375, 0.5625], dtype=dtype)
+    beyond = torch.nextafter(ends, torch.tensor([0.0, 1.0], dtype=dtype))
+    mu = torch.cat((ends, beyond, torch.tensor([0.5, 0.5], dtype=dtype)))
+    sigma = torch.full_like(mu, 2.0**-4)
+    with machinery(few=few, block=2):
+        result = fix_round(mu, sigma, torch.zeros(6, dtype=torch.bool), 1.0, rule="each", b=1, omega_max=1)
+    assert result.steps[0] == (0.5, 1, 1.0, 4)
+    assert result.steps[1] == (0.5, 1, 2.0, 2)
+
+
+@pytest.mark.parametrize("far", [0.75, 1.0, 1.875, 3.0])
+def test_a_prefix_may_reach_far_beyond_delta(far):
+    # Many weights on the centre keep the mean low: so the last one admitted is 24, 32, 60 and 96 sigmas away.
+    mu, sigma = [0.0] * 200 + [far, far + 0.125], [2.0**-5] * 202
+    config = {"rule": "mean", "b": 1, "omega_max": 1}
+    for needed in (199, 200, 201, 202):
+        with machinery(block=50):
+            result = assert_agrees(mu, sigma, [False] * 202, needed / 202, **config)
+        assert result.steps[0].centre == 0.0
+        assert result.steps[0].count == needed
+
+
+def test_a_prefix_ends_where_its_mean_is_exactly_delta():
+    # Distances 0, 2, 1, 1 and then 3: the mean of the first four is 1, and every one of 2 more raises it.
+    mu, sigma = [0.0, 0.25, -0.125, 0.125, 0.25, 0.375], [0.125] * 6
+    for few in (0, 10**9):
+        with machinery(few=few):
+            result = assert_agrees(mu, sigma, [False] * 6, 1.0, rule="mean", b=0, omega_max=1)
+        # one of the two at distance 2: the earlier one
+        assert result.steps[0] == (0.0, 1, 1.0, 4)
+
+
+def test_votes_are_counted_anew_when_the_largest_weight_is_gone():
+    # 4.0 goes first. Then 3/2 + ... is no candidate's any more: with 2.0 the top the others vote otherwise.
+    mu = [4.0, 4.0, 4.0, 4.0, 2.9, 2.9, 1.6, 1.6, 1.45, 0.7, 0.7]
+    for rule, omega_max in product(RULES, (1, 2)):
+        for small in SMALL:
+            with machinery(**small):
+                assert_agrees(
+                    mu, [0.05] * 11, [False] * 11, 1.0, rule=rule, b=2, omega_max=omega_max, delta=0.5
+                )
+
+
+@given(
+    values=st.lists(
+        st.floats(0, width=32, allow_nan=False) | st.sampled_from((0.0, 0.5, 1.0, math.inf)), max_size=60
+    ),
+    needed=st.integers(0, 61),
+    pieces=st.integers(1, 5),
+    few=st.sampled_from((0, 1, 7)),
+    bin_bits=st.integers(1, 12),
+    dtype=st.sampled_from((torch.float32, torch.float64)),
+)
+@hypothesis_settings(deadline=None, max_examples=300, derandomize=True)
+def test_the_smallest_distances_are_cut_where_a_sort_would(values, needed, pieces, few, bin_bits, dtype):
+    parts = list(torch.tensor(values, dtype=dtype).tensor_split(pieces))
+    with machinery(few=few, bin_bits=bin_bits):
+        found = clustering_free.cut(parts, needed)
+    ascending = sorted(values)[:needed]
+    assert found.length == len(ascending)
+    if ascending:
+        assert found.last == ascending[-1]
+        assert found.ties == ascending.count(ascending[-1])
+
+
+@given(
+    values=st.lists(st.integers(0, 64).map(lambda n: n / 8), max_size=60),
+    needed=st.integers(0, 61),
+    delta=st.sampled_from((0.125, 1.0, 3.0, 100.0)),
+    few=st.sampled_from((0, 1, 7)),
+    bin_bits=st.integers(1, 12),
+)
+@hypothesis_settings(deadline=None, max_examples=300, derandomize=True)
+def test_a_prefix_with_a_mean_is_cut_where_a_sort_would(values, needed, delta, few, bin_bits):
+    with machinery(few=few, bin_bits=bin_bits):
+        found = clustering_free.cut([torch.tensor(values)], needed, delta)
+    ascending = sorted(values)[:needed]
+    while sum(ascending) > delta * len(ascending):
+        ascending.pop()
+    assert found.length == len(ascending)
+    below = sum(value < found.last for value in values)
+    assert below + found.ties == len(ascending)
+    assert found.ties <= values.count(found.last)
+
+
+def test_moves_of_many_centres_in_any_order():
+    rng = random.Random(0)
+    after = [rng.choice((0.0, 0.5, *(n / 64 for n in range(-40, 40)))) for _ in range(1025)]
+    before = [a + rng.choice((0.0, 0.01, -a, rng.gauss(0, 0.1))) for a in after]
+    moves = relative_moves(*(torch.tensor(v, dtype=torch.float64) for v in (before, after)))
+    assert [move.centre for move in moves] == sorted(set(after))
+    for move in moves:
+        own = [old for old, new in zip(before, after, strict=True) if new == move.centre]
+        ratios = [abs(old - move.centre) / abs(old) for old in own if old != 0]
+        assert move.count == len(own)
+        assert move.from_zero == len(own) - len(ratios)
+        assert move.mean == pytest.approx(math.fsum(ratios) / max(len(ratios), 1), rel=1e-12)
+        assert move.largest == max(ratios, default=0.0)

@@ -20,6 +20,7 @@ from pwfn.config import (
     FinishConfig,
     FixedSigma,
     LayoutConfig,
+    Optimizer,
     PosteriorConfig,
     Precision,
     Rule,
@@ -140,6 +141,9 @@ CASES: dict[str, Case] = {
     "training.weight_decay": AT_LEAST_0_CASE,
     "training.clip_norm": optional("a number above 0", [0, -1], [1, 0.5], ABOVE_0),
     "training.precision": choice(Precision, "fp32", "bf16", "fp16"),
+    "training.optimizer": choice(Optimizer, "sgd", "adamw"),
+    "training.channels_last": switch(),
+    "training.fused": switch(),
     "training.accumulate": number(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 8, 2.0], st.integers(1, 10**6)
     ),

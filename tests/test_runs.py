@@ -6,8 +6,11 @@ compares the bytes; the tests do so a few times only.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -18,10 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pwfn import Config, FileError, PwfnError, load
+from pwfn import Config, FileError, GaussianNetwork, Progress, PwfnError, cli, commands, load, runs
 from pwfn.checkpoint import Store
 from pwfn.filescores import evaluate_file, summary_line
-from pwfn.keeping import StoppedError
+from pwfn.keeping import Keeper, StoppedError
 from pwfn.options import RunOptions
 from pwfn.runs import run
 from pwfn.watching import Lines
@@ -149,6 +152,206 @@ def test_mistakes_are_one_sentence(change: dict[str, object], message: str, tmp_
     with pytest.raises(PwfnError, match=message) as caught:
         run(RunOptions(out=tmp_path / "run", **{**usual, **change}), CONFIG)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+# Ctrl-C where nothing is trained
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5])
+def test_ctrl_c_while_scoring_stops_before_the_next_batch(
+    number: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scored are the original, then each of three rounds, then the end."""
+    calls = 0
+
+    class Interrupting(Keeper):
+        def between(self) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                signal.raise_signal(signal.SIGINT)
+            super().between()
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "Keeper", Interrupting)
+        with pytest.raises(StoppedError) as caught:
+            run(options(folder, checkpoint_minutes=60), CONFIG)
+    assert calls == number
+    assert caught.value.exit_status == 130
+    assert bool(Store(folder / "checkpoints", {}).paths()) == (number > 1)
+    finish_as(whole, folder)
+
+
+def test_a_second_ctrl_c_stops_at_once(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = []
+
+    def long_work(net: GaussianNetwork, fraction: float) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        reached.append("one signal waits for the next step")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the second does not")
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(GaussianNetwork, "fix", long_work)
+        with pytest.raises(StoppedError, match="stopped by SIGINT"):
+            run(options(folder), CONFIG)
+    assert reached == ["one signal waits for the next step"]
+    finish_as(whole, folder)
+
+
+def finish_as(whole: Path, folder: Path) -> None:
+    """Go on with a run: it ends in the same bytes, and its log tells everything once."""
+    run(options(folder, resume=True), CONFIG)
+    assert (folder / "model.pwfn").read_bytes() == (whole / "model.pwfn").read_bytes()
+    assert told(folder) == told(whole)
+    ours, theirs = (json.loads((place / "record.json").read_text()) for place in (folder, whole))
+    for name in ("before", "after", "file_bytes", "unique", "entropy_bits", "identity"):
+        assert ours[name] == theirs[name]
+    assert len(ours["rounds"]) == 3
+
+
+def told(folder: Path) -> list[tuple[object, ...]]:
+    """The lines of a log without what differs from time to time."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    kept = ("event", "stage", "step", "round", "fraction", "metric", "unique", "batches", "rounds")
+    return [tuple(line.get(name) for name in kept) for line in lines if line["event"] != "start"]
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process: nothing of ours catches it."""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("number", range(1, 8))
+def test_killed_around_any_checkpoint_the_log_and_the_states_are_complete(
+    number: int, moment: str, tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rounds make two checkpoints each, at the end of training and after the fixing; polish makes one."""
+    folder, saved, save = tmp_path / "run", 0, Store.save
+
+    def killing(store: Store, progress: Progress) -> Path:
+        nonlocal saved
+        saved += 1
+        if saved == number and moment == "before":
+            raise KilledError
+        path = save(store, progress)
+        if saved == number:
+            raise KilledError
+        return path
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "save", killing)
+        with pytest.raises(KilledError):
+            run(options(folder, checkpoint_minutes=60), KEPT)
+    assert not (folder / "model.pwfn").exists()
+    run(options(folder, resume=True), KEPT)
+    assert (folder / "model.pwfn").read_bytes() == (kept / "model.pwfn").read_bytes()
+    assert told(folder) == told(kept)
+    for path in sorted((kept / "states").iterdir()):
+        assert (folder / "states" / path.name).read_bytes() == path.read_bytes()
+
+
+QUICK = CONFIG.override({"schedule.epochs_per_round": 0.1, "finish.polish_epochs": 0.1})
+KEPT = QUICK.override({"target.keep_states": True, "clustering.rule": "nearest"})
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept") / "run"
+    run(options(folder, checkpoint_minutes=60), KEPT)
+    return folder
+
+
+# No space left
+
+
+@pytest.mark.parametrize("name", [".checkpoint-000002", ".checkpoint-000005", ".model.pwfn", ".record.json"])
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(
+    name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def full(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").readlink().name.startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(FileError) as caught:
+            run(options(folder, checkpoint_minutes=60), CONFIG)
+    assert str(caught.value).startswith(f"{folder}")
+    assert str(caught.value).endswith(": cannot be written: No space left on device")
+    assert not list(folder.rglob("*.part"))
+    assert Store(folder / "checkpoints", identity(folder)).newest() is not None
+    finish_as(whole, folder)
+
+
+def identity(folder: Path) -> dict[str, object]:
+    first: dict[str, dict[str, object]] = json.loads((folder / "log.jsonl").read_text().splitlines()[0])
+    return first["identity"]
+
+
+def test_a_log_on_a_full_disk_is_one_sentence(whole: Path, tmp_path: Path) -> None:
+    """The device /dev/full takes nothing."""
+    log = tmp_path / "run" / "log.jsonl"
+
+    def fill(line: str) -> None:
+        if line.lstrip().startswith("1 "):
+            log.rename(tmp_path / "log")
+            log.symlink_to("/dev/full")
+
+    with pytest.raises(FileError, match=r"log\.jsonl: cannot be written: No space left on device$"):
+        run(options(log.parent), CONFIG, Lines(fill))
+    log.unlink()
+    (tmp_path / "log").rename(log)
+    finish_as(whole, log.parent)
+
+
+def test_a_checkpoint_larger_than_the_system_allows(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, with a true limit of the system on the size of files, set after the first round."""
+    folder, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(line: str) -> None:
+        if line.lstrip().startswith("1 "):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+
+    folder.mkdir()
+    (folder / "settings.toml").write_text(CONFIG.to_toml())
+    command = (
+        *("compress", "--model", "digits_resnet", "--data", "digits", "--weights", "random"),
+        *("--device", "cpu", "--batch-size", "64", "--checkpoint-minutes", "0.001"),
+        *("--config", str(folder / "settings.toml"), "--out", str(folder)),
+    )
+    monkeypatch.setattr(commands, "view_for", lambda **_: Lines(limit))
+    monkeypatch.setattr(sys, "argv", ["pwfn", *command])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"pwfn: {folder / 'checkpoints'}")
+    assert said.endswith(": cannot be written: File too large\n")
+    assert said.count("\n") == 1
+    assert len(Store(folder / "checkpoints", {}).paths()) >= 1
+    finish_as(whole, folder)
+
+
+def test_curves_are_written_where_asked_for_and_change_nothing(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(options(folder, tensorboard=True), CONFIG)
+    events = list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(events) == 1
+    assert b"round/entropy_bits" in events[0].read_bytes()
+    assert (folder / "model.pwfn").read_bytes() == (whole / "model.pwfn").read_bytes()
+    assert told(folder) == told(whole)
 
 
 def killed_and_gone_on_with(folder: Path, moments: list[float]) -> int:

@@ -18,10 +18,10 @@ from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pwfn import Config, GaussianNetwork
-from pwfn.batches import Batch, Source
+from pwfn import Config, GaussianNetwork, compress
+from pwfn.batches import Batch, Source, is_out_of_memory
 from pwfn.config import Precision, TrainingConfig
-from pwfn.errors import DataError, DivergedError, LayoutError
+from pwfn.errors import DataError, DivergedError, LayoutError, TooLargeError
 from pwfn.randomness import seeded
 from pwfn.scoring import Objective, Scores, accuracy, divergence, evaluate
 from pwfn.training import fit, reestimate_batchnorm, steps_in
@@ -218,6 +218,208 @@ def test_a_gradient_that_is_not_finite_is_told_though_the_loss_is_finite(clip_no
     data = [(torch.ones(1, 2), torch.zeros(1))]
     with pytest.raises(DivergedError, match="the loss or its gradient is no longer finite at step 1 of 1"):
         train(net, data, 1, lambda output, _: (0 * output.sum()).sqrt(), TrainingConfig(clip_norm=clip_norm))
+
+
+# Several batches to a step
+
+
+def test_two_batches_of_four_are_a_step_as_one_of_eight() -> None:
+    """Without BatchNorm, which sees batches one by one, and with the least noise that there is."""
+    config = Config().override(
+        {
+            "schedule.fractions": [0.5, 1.0],
+            "schedule.warmup_epochs": 1.0,
+            "schedule.epochs_per_round": 1.5,
+            "training.learning_rate": 0.05,
+            "training.sigma_learning_rate": 0.0,
+            "training.clip_norm": None,
+            "posterior.init": "constant",
+            "posterior.constant_sigma": 1e-12,
+            "posterior.alpha": 0.0,
+            "posterior.noise_on_fixed": False,
+        }
+    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = torch.randn(32, 6, dtype=torch.float64), torch.randint(0, 3, (32,))
+    eights, fours = (list(zip(x.split(size), y.split(size), strict=True)) for size in (8, 4))
+    one = compress(model, eights, config=config)
+    two = compress(model, fours, config=config.override({"training.accumulate": 2}))
+    assert [done.steps for done in one.rounds] == [done.steps for done in two.rounds] == [4, 6]
+    for first, second in zip(one.rounds, two.rounds, strict=True):
+        assert first.loss == pytest.approx(second.loss, rel=1e-6)
+    assert torch.equal(one.compressed.values(), two.compressed.values())
+    assert not torch.equal(one.compressed.untouched["1.weight"], model[1].weight)
+    for name, tensor in one.compressed.untouched.items():
+        torch.testing.assert_close(tensor, two.compressed.untouched[name], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 6), (2, 3), (4, 2), (9, 1)])
+def test_steps_are_of_the_optimiser_and_epochs_of_the_data(accumulate: int, steps: int) -> None:
+    """Five batches, an epoch and a fifth: six batches, in steps of so many, the last of them whole."""
+    config = Config().override(
+        {
+            "schedule.fractions": [1.0],
+            "schedule.warmup_epochs": 1.2,
+            "training.accumulate": accumulate,
+            "finish.polish_epochs": 0.0,
+        }
+    )
+    data = [(torch.randn(2, 3), torch.randint(0, 2, (2,)))] * 5
+    last = []
+    result = compress(
+        nn.Linear(3, 2),
+        data,
+        config=config,
+        on_pulse=last.append,
+        on_round=lambda progress: last.append(progress.batches),
+    )
+    assert result.rounds[0].steps == steps
+    pulse, batches = last[-2:]
+    assert (pulse.step, pulse.steps, pulse.done) == (steps, steps, 1.0)
+    assert pulse.epoch == pytest.approx(steps * accumulate / 5)
+    assert batches == steps * accumulate
+
+
+# Sixteen bits
+
+
+def test_sixteen_bits_learn_on_the_cpu_too() -> None:
+    data = [(torch.randn(64, 4), torch.zeros(64, dtype=torch.int64))]
+    data[0][1][data[0][0][:, 0] > 0] = 1
+    config = TrainingConfig(precision=Precision.FP16, learning_rate=0.5)
+    net = GaussianNetwork(nn.Linear(4, 2))
+    seen = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        assert output.dtype == torch.float16
+        seen.append(float(F.cross_entropy(output.detach().float(), target)))
+        return F.cross_entropy(output, target)
+
+    train(net, data, 30, loss_fn, config)
+    assert seen[-1] < seen[0] / 4
+    assert net.free_mu.dtype == torch.float32
+
+
+def test_a_gradient_too_large_for_sixteen_bits_halves_the_scale_and_leaves_the_step_out() -> None:
+    """The scale starts at 65,536: 16 times that is above 65,504, until it was halved to 2,048 in five steps."""
+    data = [(torch.ones(1, 2), torch.zeros(1))]
+    config = TrainingConfig(precision=Precision.FP16, clip_norm=None)
+    for steps, moves in ((5, False), (6, True)):
+        net = GaussianNetwork(nn.Linear(2, 1))
+        before = [p.detach().clone() for p in net.parameters()]
+        snapshots = []
+        fit(
+            net,
+            source(data).endless(),
+            steps,
+            Objective(lambda output, target: 16 * output.float().sum()),
+            config,
+            optimizer=sgd(net, config),
+            where="round 1 of 1",
+            after_step=lambda snapshot: snapshots.append(snapshot()),  # noqa: B023
+        )
+        assert [s.scaler["scale"] for s in snapshots] == [32768, 16384, 8192, 4096, 2048, 2048][:steps]
+        assert moves != all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
+def test_a_loss_that_is_no_number_ends_sixteen_bits_too() -> None:
+    net = GaussianNetwork(nn.Linear(2, 1))
+    data = [(torch.ones(1, 2), torch.zeros(1))]
+    config = TrainingConfig(precision=Precision.FP16)
+    with pytest.raises(DivergedError, match="no longer finite at step 1 of 3"):
+        train(net, data, 3, lambda output, _: output.sum() * math.nan, config)
+
+
+# Out of memory
+
+
+class Hungry(torch.autograd.Function):
+    """Runs out of memory with more than so many examples, on the way there or on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: int, backward: bool) -> Tensor:
+        ctx.most, ctx.backward = most, backward
+        if not backward and len(x) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd so on.")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.backward and len(gradient) > ctx.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnd so on.")
+        return gradient, None, None
+
+
+class Fed(nn.Module):
+    def __init__(self, most: int, backward: bool = False) -> None:
+        super().__init__()
+        self.linear, self.most, self.backward = nn.Linear(3, 2), most, backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Hungry.apply(self.linear(x), self.most, self.backward)
+        return found
+
+
+SIXTY_FOUR = [(torch.zeros(64, 3), torch.zeros(64, dtype=torch.int64))]
+NOT_EVEN_ONE = "not even one example fits: use a smaller model or image, or a larger device"
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("most", "advice"), [(20, "a batch of 16 fits"), (63, "a batch of 32 fits")])
+def test_a_batch_too_large_to_train_on_says_what_fits(
+    most: int, advice: str, backward: bool, accumulate: int
+) -> None:
+    net = GaussianNetwork(Fed(most, backward))
+    with pytest.raises(TooLargeError) as caught:
+        train(net, SIXTY_FOUR, 1, F.cross_entropy, TrainingConfig(accumulate=accumulate))
+    assert str(caught.value) == (
+        f"round 2 of 9, step 1: out of memory with inputs (64, 3) float32: {advice}"
+    )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_where_not_even_one_example_fits_that_is_said(backward: bool) -> None:
+    with pytest.raises(TooLargeError, match=f"float32: {NOT_EVEN_ONE}$"):
+        train(GaussianNetwork(Fed(0, backward)), SIXTY_FOUR, 1, F.cross_entropy, PLAIN)
+    one = [(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))]
+    with pytest.raises(TooLargeError, match=f"float32: {NOT_EVEN_ONE}$"):
+        train(GaussianNetwork(Fed(0, backward)), one, 1, F.cross_entropy, PLAIN)
+
+
+def test_a_batch_too_large_to_score_says_what_fits() -> None:
+    with pytest.raises(TooLargeError) as caught:
+        evaluate(Fed(20), source(SIXTY_FOUR, "val_loader"), Objective(F.cross_entropy), accuracy)
+    assert str(caught.value) == (
+        "val_loader, batch 1: out of memory with inputs (64, 3) float32: a batch of 16 fits"
+    )
+    with pytest.raises(TooLargeError, match=NOT_EVEN_ONE):
+        evaluate(Fed(0), source(SIXTY_FOUR, "val_loader"), Objective(F.cross_entropy), accuracy)
+
+
+def test_the_first_examples_of_a_batch_in_any_form() -> None:
+    x, y = torch.arange(6.0).view(3, 2), torch.arange(3)
+    batch = Batch.of({"a": x, "b": (x, torch.zeros(5)), "c": 7, "labels": y}, CPU).first(2)
+    assert torch.equal(batch.kwargs["a"], x[:2])
+    assert torch.equal(batch.kwargs["b"][0], x[:2])
+    assert batch.kwargs["b"][1].shape == (5,)  # not one for each example
+    assert batch.kwargs["c"] == 7
+    assert torch.equal(batch.target, y[:2])
+
+
+def test_the_cpus_own_way_to_say_that_memory_ran_out_is_known() -> None:
+    class Greedy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 20:
+                torch.empty(2**50, dtype=torch.uint8)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(TooLargeError, match="a batch of 16 fits$"):
+        train(GaussianNetwork(Greedy(3, 2)), SIXTY_FOUR, 1, F.cross_entropy, PLAIN)
 
 
 # Objectives

@@ -35,9 +35,9 @@ class Batch:
     target: Any  # None for unlabelled data
 
     @classmethod
-    def of(cls, raw: Any, device: torch.device) -> Batch:
+    def of(cls, raw: Any, device: torch.device, channels_last: bool = False) -> Batch:
         """``(x, y)``, ``(x1, x2, …, y)``, a mapping with ``labels`` or ``target``, or ``x`` alone."""
-        raw = _moved(raw, device)
+        raw = _moved(raw, device, channels_last)
         if isinstance(raw, Mapping):
             key = next((key for key in _TARGET_KEYS if key in raw), None)
             inputs = {str(name): value for name, value in raw.items() if name != key}
@@ -112,13 +112,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _moved(raw: Any, device: torch.device) -> Any:
+def _moved(raw: Any, device: torch.device, channels_last: bool) -> Any:
     if isinstance(raw, Tensor):
-        return raw.to(device, non_blocking=True)
+        form = torch.channels_last if channels_last and raw.dim() == 4 else torch.preserve_format
+        return raw.to(device, non_blocking=True, memory_format=form)
     if isinstance(raw, Mapping):
-        return {key: _moved(value, device) for key, value in raw.items()}
+        return {key: _moved(value, device, channels_last) for key, value in raw.items()}
     if isinstance(raw, (tuple, list)):
-        return tuple(_moved(value, device) for value in raw)
+        return tuple(_moved(value, device, channels_last) for value in raw)
     return raw
 
 
@@ -129,6 +130,7 @@ class Source:
     name: str
     loader: Iterable[Any]
     device: torch.device
+    channels_last: bool = False  # the order of images in memory
 
     def steps_per_epoch(self, config: TrainingConfig) -> int:
         """Batches in an epoch: as configured, or the loader's length."""
@@ -166,7 +168,7 @@ class Source:
                 raise
             except Exception as error:  # a user's data set may raise anything at all
                 raise DataError(f"{self.name} failed at batch {number}: {cause(error)}") from error
-            yield Batch.of(raw, self.device)
+            yield Batch.of(raw, self.device, self.channels_last)
 
     def endless(self, drawn: int = 0) -> Stream:
         """Pass after pass, from where ``drawn`` batches have been taken."""

@@ -44,9 +44,9 @@ class Store:
         path = self.folder / f"checkpoint-{number:06d}.pt"
         buffer = io.BytesIO()
         torch.save({"identity": dict(self.identity), "progress": to_plain(progress)}, buffer)
-        content = buffer.getvalue()
-        with replacing(path) as temporary:
-            temporary.write_bytes(_MAGIC + hashlib.sha256(content).digest() + content)
+        content = buffer.getbuffer()  # not copied: it may be gigabytes
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            file.writelines((_MAGIC, hashlib.sha256(content).digest(), content))
         for old in known[: 1 - _KEPT]:
             old.unlink(missing_ok=True)
         return path

@@ -145,9 +145,10 @@ class FreeWeights:
             start = 0
             for block in self._blocks():
                 at = torch.nonzero(~self._fixed[block]).squeeze(1)
+                place = slice(start, start + at.numel())
                 for there, here in zip(outer, inner, strict=True):
-                    there[block][at] = here[start : start + at.numel()]
-                start += at.numel()
+                    there[block][at] = here[place]
+                start = place.stop
 
     def _blocks(self) -> Iterator[slice]:
         size = self._mu.numel()
@@ -157,14 +158,16 @@ class FreeWeights:
         """Go on with the free weights alone, in the same order, once they are fewer than half."""
         if self._mu.numel() <= max(_WORTH, 2 * self._size):
             return
-        means, spreads = [], []
+        mu, sigma = self._mu.new_empty(self._size), self._sigma.new_empty(self._size)
+        start = 0
         for block in self._blocks():
             at = torch.nonzero(~self._fixed[block]).squeeze(1)
-            means.append(self._mu[block][at])
-            spreads.append(self._sigma[block][at])
+            place = slice(start, start + at.numel())
+            mu[place], sigma[place] = self._mu[block][at], self._sigma[block][at]
+            start = place.stop
         self._outer.append((self._mu, self._sigma, self._fixed))
-        self._mu, self._sigma = torch.cat(means), torch.cat(spreads)
-        self._fixed = torch.zeros_like(self._mu, dtype=torch.bool)
+        self._mu, self._sigma = mu, sigma
+        self._fixed = torch.zeros_like(mu, dtype=torch.bool)
         self._widest = self._widest_spread()
 
     def _largest_mean(self) -> float:
@@ -302,8 +305,10 @@ def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut
     single = parts[0].dtype == torch.float32
     integer, first, last = (torch.int32, 0, _INF_32) if single else (torch.int64, 0, _INF_64)
     below, total = 0, 0.0  # number and sum of the distances left of those in question
-    while first < last and sum(part.numel() for part in parts) > _FEW:
-        shift = max((last - first).bit_length() - _BIN_BITS, 0)
+    span = 0  # of the last look: where bins decide nothing more, as with a mean of just delta, the sort does
+    while last - first != span and sum(part.numel() for part in parts) > _FEW:
+        span = last - first
+        shift = max(span.bit_length() - _BIN_BITS, 0)
         counts = np.zeros(2**_BIN_BITS, np.int64)
         for part in parts:
             bins = (part.view(integer) - first) >> shift

@@ -45,6 +45,13 @@ class FixedSigma(StrEnum):
     KEEP = "keep"  # the sigma it had
 
 
+class Optimizer(StrEnum):
+    """What makes the steps."""
+
+    SGD = "sgd"
+    ADAMW = "adamw"  # momentum is its first beta, 0.999 the second
+
+
 class Precision(StrEnum):
     """Number type of the forward and backward pass (weights and updates stay float32)."""
 
@@ -208,14 +215,15 @@ class ClusteringConfig(_Section):
 
 @dataclass(frozen=True)
 class TrainingConfig(_Section):
-    """The optimiser: SGD, its state afresh in every round."""
+    """The optimiser, its state afresh in every round."""
 
     _name = "training"
+    optimizer: Optimizer = _setting(Optimizer.SGD, _Choice(Optimizer), "what makes the steps")
     learning_rate: float = _setting(1e-3, _Number(0), "for mu and the uncompressed parameters")
     sigma_learning_rate: float | None = _setting(
         None, _Number(0, optional=True), 'for sigma; "off": the same as learning_rate'
     )
-    momentum: float = _setting(0.9, _Number(0, 1), "of SGD")
+    momentum: float = _setting(0.9, _Number(0, 1), "of SGD; the first beta of AdamW")
     weight_decay: float = _setting(1e-4, _Number(0), "on mu and the uncompressed; never on sigma")
     clip_norm: float | None = _setting(
         1.0,
@@ -224,6 +232,12 @@ class TrainingConfig(_Section):
     )
     precision: Precision = _setting(
         Precision.FP32, _Choice(Precision), "number type of the forward and backward pass"
+    )
+    channels_last: bool = _setting(
+        False, _Switch(), "images in the order that convolutions in bf16 and fp16 are fastest with"
+    )
+    fused: bool = _setting(
+        True, _Switch(), "draw and step in one pass over the vectors, where one process does it alone"
     )
     accumulate: int = _setting(
         1, _Number(1, whole=True), "batches averaged into one step, each with its own noise"

@@ -10,7 +10,7 @@ compressed = net.finish()
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,10 +121,14 @@ class GaussianNetwork(nn.Module):
         self.records: list[FixRecord] = []
         self._noise: bool | None = None
         self._generator: torch.Generator | None = None
+        self._at: tuple[int, int] | None = None
+        self._is_placed = False
+        self._shares = False
         mu = self.layout.gather(model)
         _check_finite(mu, self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
         self._places = _places(self.model, self.layout)
+        self._slots = _slots(self.model, self.layout)
         self.free_mu = nn.Parameter(mu)
         self.free_sigma = nn.Parameter(_starting_sigma(mu, self.layout, self.config.posterior))
         self.register_buffer("fixed", torch.zeros_like(mu, dtype=torch.bool))
@@ -144,6 +148,8 @@ class GaussianNetwork(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with sampled weights in training mode, else with the means."""
+        if self._is_placed:
+            return self.model(*args, **kwargs)
         # Recorded even where the caller records nothing: torch chooses between matrix products by
         # whether a weight requires gradients, as a model's own do, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
@@ -152,8 +158,17 @@ class GaussianNetwork(nn.Module):
         return functional_call(self.model, weights, args, kwargs, tie_weights=False)
 
     @contextmanager
-    def sampling(self, on: bool = True, generator: torch.Generator | None = None) -> Iterator[None]:
+    def sampling(
+        self,
+        on: bool = True,
+        generator: torch.Generator | None = None,
+        *,
+        at: tuple[int, int] | None = None,
+    ) -> Iterator[None]:
         """Within the block: draw weights (``on``) or use the means, in either mode.
+
+        The noise is from torch's own random state, from a generator, or that of ``at``, a seed and
+        a number of a step, as :func:`pwfn.ops.draw` makes it: the same again for the same two.
 
         >>> net = GaussianNetwork(nn.Linear(4, 2)).eval()
         >>> with net.sampling(generator=torch.Generator().manual_seed(0)):
@@ -161,12 +176,41 @@ class GaussianNetwork(nn.Module):
         >>> torch.equal(draw, net(torch.ones(1, 4)))
         False
         """
-        before = self._noise, self._generator
-        self._noise, self._generator = on, generator
+        before = self._noise, self._generator, self._at
+        self._noise, self._generator, self._at = on, generator, at
         try:
             yield
         finally:
-            self._noise, self._generator = before
+            self._noise, self._generator, self._at = before
+
+    @contextmanager
+    def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Within the block the model has these parameters, one per entry of the layout, for its own.
+
+        For an optimiser that draws the weights itself (:mod:`pwfn.flat`): nothing is drawn here.
+        """
+        given = dict(zip((entry.name for entry in self.layout.entries), weights, strict=True))
+        try:
+            for owner, leaf, name in self._slots:
+                owner._parameters[leaf] = given[name]
+            self._is_placed = True
+            yield
+        finally:
+            self._is_placed = False
+            for owner, leaf, _ in self._slots:
+                owner._parameters[leaf] = None
+
+    def share_storage(self) -> None:
+        """Let fixed values live where the free ones do, which saves two vectors.
+
+        From then on only an optimiser that leaves fixed weights alone may be used (:mod:`pwfn.flat`);
+        any other would move them. A copy, or a move to another device, has its own storage again.
+        """
+        with torch.no_grad():
+            self.free_mu.copy_(self.mu)
+            self.free_sigma.copy_(self.sigma)
+        self.fixed_mu, self.fixed_sigma = self.free_mu.detach(), self.free_sigma.detach()
+        self._shares = True
 
     def penalty(self) -> Tensor:
         """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3)."""
@@ -270,7 +314,8 @@ class GaussianNetwork(nn.Module):
 
     def _weights(self) -> Tensor:
         """The vector of this forward pass: one draw, or the means."""
-        if self.training:
+        # Where storage is shared the sigmas of fixed weights lie here too, and the optimiser has the floor.
+        if self.training and not self._shares:
             # The floor is a projection, not a clamp in the graph: a clamp's gradient is zero
             # below it, and a sigma that one step had carried there would hardly come back.
             with torch.no_grad():
@@ -278,6 +323,18 @@ class GaussianNetwork(nn.Module):
         if not (self.training if self._noise is None else self._noise):
             return self.mu
         quiet = self.training and not self.config.posterior.noise_on_fixed
+        if self._at is not None:
+            seed, step = self._at
+            return ops.draw(
+                self.free_mu,
+                self.free_sigma,
+                self.fixed,
+                self.fixed_mu,
+                self.fixed_sigma,
+                seed=seed,
+                step=step,
+                noise_on_fixed=not quiet,
+            )
         fixed_sigma = torch.zeros_like(self.fixed_sigma) if quiet else self.fixed_sigma
         free_sigma = self.free_sigma if self.training else self._floored()
         return ops.sample(self.mu, torch.where(self.fixed, fixed_sigma, free_sigma), self._generator)
@@ -325,6 +382,17 @@ def _places(model: nn.Module, layout: Layout) -> list[str]:
             layer, _, leaf = name.rpartition(".")
             places.setdefault((id(model.get_submodule(layer)), leaf), name)
     return list(places.values())
+
+
+def _slots(model: nn.Module, layout: Layout) -> list[tuple[nn.Module, str, str]]:
+    """Every place of a weight: the module, the parameter's name there, and its entry's name."""
+    slots: dict[tuple[int, str], tuple[nn.Module, str, str]] = {}
+    for entry in layout.entries:
+        for name in (entry.name, *entry.aliases):
+            layer, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(layer)
+            slots.setdefault((id(owner), leaf), (owner, leaf, entry.name))
+    return list(slots.values())
 
 
 def _check_finite(vector: Tensor, layout: Layout, what: str) -> None:

@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from pwfn.batches import Source
 from pwfn.compressed import Compressed
-from pwfn.config import Config
+from pwfn.config import Config, Optimizer, Precision
+from pwfn.data.epochs import seed_from
 from pwfn.fileformat import dumps, load
+from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
 from pwfn.metrics import Pool
 from pwfn.posterior import GaussianNetwork
 from pwfn.progress import Keep, Progress, Pulse, Round
@@ -51,8 +53,9 @@ class Run:
         self.config, self.team, self.record = config, team, {}
         self.net = GaussianNetwork(model, config).to(team.device)
         self.original = copy.deepcopy(model).to(team.device).eval()
-        self.train = Source("train_loader", train_loader, team.device)
-        self.val = Source("val_loader", val_loader, team.device) if val_loader is not None else None
+        last = config.training.channels_last
+        self.train = Source("train_loader", train_loader, team.device, last)
+        self.val = Source("val_loader", val_loader, team.device, last) if val_loader is not None else None
         compare = divergence if distill is True else distill or None
         is_cross_entropy = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
         classifies = is_cross_entropy and compare in (None, divergence)
@@ -67,6 +70,8 @@ class Run:
         if progress.state is None:
             progress.before = self.scores(self.original)
         progress.restore(self.net)
+        if self.is_fused:
+            self.net.share_storage()
         self.batches = self.train.endless(progress.batches)
         if progress.random is not None:
             restore_random_states(progress.random[self.team.rank])
@@ -95,7 +100,14 @@ class Run:
         progress.state, progress.fitting = _on_cpu(self.net.state_dict()), None
         progress.batches, progress.random = self.batches.drawn, self.team.gather(random_states())
 
-    def fit(self, optimizer: torch.optim.Optimizer, steps: int, round_number: int, where: str) -> float:
+    def fit(
+        self,
+        optimizer: torch.optim.Optimizer | FlatOptimizer,
+        steps: int,
+        round_number: int,
+        where: str,
+        seed: int | None = None,
+    ) -> float:
         """Train, from the beginning or from where the progress says that this stretch was left."""
         start, self.progress.fitting = self.progress.fitting, None
         first = start.step if start is not None else 0
@@ -128,6 +140,7 @@ class Run:
             self.config.training,
             optimizer=optimizer,
             where=where,
+            seed=seed,
             start=start,
             after_step=self.after_step(first, steps) if self.keep is not None else None,
             look=look,
@@ -172,21 +185,49 @@ class Run:
         """Steps of the optimiser in a number of epochs."""
         return steps_in(epochs / self.config.training.accumulate, self.epoch)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether draws and steps are made in one pass: not with several draws to a step."""
+        config = self.config.training
+        one_draw = self.team.world == 1 and config.accumulate == 1
+        plain = all(entry.dtype == self.net.free_mu.dtype for entry in self.net.layout.entries)
+        return config.fused and one_draw and plain and config.precision is not Precision.FP16
+
+    def optimizer(self, seed: int) -> torch.optim.Optimizer | FlatOptimizer:
+        """A fresh one, for a round."""
+        config, net = self.config.training, self.net
+        betas = (config.momentum, 0.999)
+        halves = config.precision is Precision.BF16
+        if self.is_fused:
+            options: dict[str, Any] = {
+                "lr": config.learning_rate,
+                "sigma_lr": config.sigma_learning_rate,
+                "weight_decay": config.weight_decay,
+                "clip_norm": config.clip_norm,
+                # Autocast leaves float64 as it is.
+                "dtype": torch.bfloat16 if halves and net.free_mu.dtype == torch.float32 else None,
+                "seed": seed,
+            }
+            if config.optimizer is Optimizer.ADAMW:
+                return FlatAdamW(net, betas=betas, **options)
+            return FlatSGD(net, momentum=config.momentum, **options)
+        groups = net.parameter_groups(
+            lr=config.learning_rate,
+            sigma_lr=config.sigma_learning_rate,
+            weight_decay=config.weight_decay,
+        )
+        if config.optimizer is Optimizer.ADAMW:
+            return torch.optim.AdamW(groups, betas=betas)
+        return torch.optim.SGD(groups, momentum=config.momentum)
+
     def round(self, number: int, fraction: float) -> Round:
         """Train with fresh optimiser state, then fix up to the fraction."""
         started = time.perf_counter()
-        config, net = self.config.training, self.net
-        steps = self.stretches()[number - 1]
-        optimizer = torch.optim.SGD(
-            net.parameter_groups(
-                lr=config.learning_rate,
-                sigma_lr=config.sigma_learning_rate,
-                weight_decay=config.weight_decay,
-            ),
-            momentum=config.momentum,
-        )
+        net, steps = self.net, self.stretches()[number - 1]
+        seed = seed_from("noise", self.config.seed, self.team.rank, number)
+        optimizer = self.optimizer(seed)
         where = f"round {number} of {len(self.config.schedule.fractions)}"
-        loss = self.fit(optimizer, steps, number, where) if steps else None
+        loss = self.fit(optimizer, steps, number, where, seed) if steps else None
         quartiles = _quartiles(net.sigma[~net.fixed].detach())
         record = net.fix(fraction)
         self.team.check_alike(f"{where}: the clusters", (net.fixed, net.mu, net.sigma))

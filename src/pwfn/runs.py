@@ -169,20 +169,22 @@ class _Diary:
             self._epoch = []
 
     def round(self, now: Progress) -> None:
-        """Checkpoint, log and show a round; keep its state where there is one."""
-        self._team.first(lambda: self._store.save(now) and None)
+        """Log, checkpoint and show a round; keep its state where there is one."""
         self._epoch, self._rounds = [], len(now.rounds)
-        if self._log is None:
-            return
-        done = now.rounds[-1]
-        where = {"batches": now.batches, "rounds": self._rounds}
-        self._log.add({"event": "round", **where, **done.to_dict()})
-        self._view.round(done)
-        if now.states:
-            state = now.states[-1]
-            path = _state_path(self._folder, state)
-            _write_bytes(path, state.content)
-            self._log.add({"event": "state", **where, **state.to_dict(), "file": str(path)})
+        self._team.first(lambda: self._write_round(now))
+        self._view.round(now.rounds[-1])
+
+    def _write_round(self, now: Progress) -> None:
+        """The checkpoint comes last: a run that is killed before it does the round, and its lines, again."""
+        where = {"batches": now.batches, "rounds": len(now.rounds)}
+        if self._log is not None:
+            self._log.add({"event": "round", **where, **now.rounds[-1].to_dict()})
+            if now.states:
+                state = now.states[-1]
+                path = _state_path(self._folder, state)
+                _write_bytes(path, state.content)
+                self._log.add({"event": "state", **where, **state.to_dict(), "file": str(path)})
+        self._store.save(now)
 
     def end(self, facts: dict[str, Any], seconds: float) -> None:
         """Write the record, and say what came of it all."""

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.batches import Batch, is_out_of_memory
 from pwfn.config import Precision, TrainingConfig
-from pwfn.errors import DataError, DivergedError, TooLargeError, cause
+from pwfn.errors import ConfigError, DataError, DivergedError, TooLargeError, cause
+from pwfn.flat import FlatOptimizer
 from pwfn.posterior import GaussianNetwork
 from pwfn.scoring import Objective, autocast, evaluating, largest_that_fits
 from pwfn.team import Team
@@ -50,8 +51,9 @@ def fit(
     objective: Objective,
     config: TrainingConfig,
     *,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | FlatOptimizer,
     where: str,
+    seed: int | None = None,
     start: Fitting | None = None,
     after_step: AfterStep | None = None,
     look: Look | None = None,
@@ -63,14 +65,24 @@ def fit(
     ``start`` it goes on where that snapshot was taken. The gradient's norm is clipped before
     the regulariser's part is added: the regulariser's own norm is ``alpha * sqrt(N)``, and clipping
     the sum would shrink every step.
+
+    A torch optimiser makes plain steps, whose noise is a function of ``seed`` and the batch's number,
+    or torch's own without a seed. A :class:`pwfn.flat.FlatOptimizer` has its own seed; with the
+    same one it takes the same steps, to rounding, in fewer passes.
     """
     net.train()
-    stepper = _Stepper(net, objective, config, optimizer, team or Team(net.free_mu.device))
+    team = team or Team(net.free_mu.device)
+    stepper: _Stepper | _FlatStepper
+    if isinstance(optimizer, FlatOptimizer):
+        stepper = _FlatStepper(net, objective, config, optimizer, team)
+    else:
+        stepper = _Stepper(net, objective, config, optimizer, team, seed)
     ledger = _Ledger(net.free_mu.device, steps, where)
     first = 0
     if start is not None:
         optimizer.load_state_dict(start.optimizer)
         stepper.scaler.load_state_dict(start.scaler)
+        stepper.done = start.step
         ledger.total += start.totals[stepper.team.rank]
         first = start.step
     for step in range(first, steps):
@@ -83,7 +95,7 @@ def fit(
     return float(stepper.team.total(ledger.total)) / stepper.team.world / max(steps, 1)
 
 
-def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper) -> Fitting:
+def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper | _FlatStepper) -> Fitting:
     ledger.check()  # a network that has diverged is not worth going on with
     return Fitting(
         step,
@@ -93,8 +105,40 @@ def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper) -> Fitting:
     )
 
 
+class _FlatStepper:
+    """One step of training after another, each in one pass over the vectors: one process, one batch."""
+
+    def __init__(
+        self,
+        net: GaussianNetwork,
+        objective: Objective,
+        config: TrainingConfig,
+        optimizer: FlatOptimizer,
+        team: Team,
+    ) -> None:
+        if team.world > 1 or config.accumulate > 1 or config.precision is Precision.FP16:
+            # Sigma's gradient is g * eps: that of several draws is not the gradient of their mean.
+            raise ConfigError(
+                "a flat optimiser steps one batch of one process, in fp32 or bf16: set training.fused = false"
+            )
+        self.net, self.objective, self.config = net, objective, config
+        self.optimizer, self.team = optimizer, team
+        self.scaler = torch.amp.GradScaler(net.free_mu.device.type, enabled=False)
+        self.done = 0
+
+    def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
+        """The loss of the step's batch, and the norm of the task's gradient."""
+        self.optimizer.zero_grad()
+        batch = next(batches)
+        with self.optimizer.drawn():
+            loss = _gradients(
+                self.net, self.objective, self.config, self.scaler, batch, where, self.optimizer
+            )
+        return loss, self.optimizer.step()
+
+
 class _Stepper:
-    """One step of training after another: gradients, clipping, regulariser, update."""
+    """One plain step of training after another: gradients, clipping, regulariser, update."""
 
     def __init__(
         self,
@@ -103,9 +147,11 @@ class _Stepper:
         config: TrainingConfig,
         optimizer: torch.optim.Optimizer,
         team: Team,
+        seed: int | None,
     ) -> None:
         self.net, self.objective, self.config = net, objective, config
-        self.optimizer, self.team = optimizer, team
+        self.optimizer, self.team, self.seed = optimizer, team, seed
+        self.done = 0  # steps
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         # The whole of the gradient in fp16 reaches below 2^-24, where it would vanish.
         scaled = config.precision is Precision.FP16
@@ -115,7 +161,8 @@ class _Stepper:
         """The mean loss of the step's batches, and the norm of the task's gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         count = self.config.accumulate
-        loss = torch.stack([self._gradients(next(batches), where) for _ in range(count)]).mean()
+        loss = torch.stack([self._drawn(next(batches), where, number) for number in range(count)]).mean()
+        self.done += 1
         self.team.average_gradients_(self.trained)
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
@@ -127,32 +174,47 @@ class _Stepper:
         # With a scale that adapts itself an infinite gradient is no mishap: that step was left out.
         return loss, torch.zeros_like(loss) if self.scaler.is_enabled() else norm
 
-    def _gradients(self, batch: Batch, where: str) -> Tensor:
-        """Add a batch's share to the gradients, and return its loss."""
-        try:
-            return self._forward_backward(batch, where)
-        except TooLargeError as error:
-            raise batch.too_large(where, self._largest_that_fits(batch, where)) from error
+    def _drawn(self, batch: Batch, where: str, number: int) -> Tensor:
+        """Add a batch's share to the gradients, with a draw of its own, and return its loss."""
+        parts = self.net, self.objective, self.config, self.scaler, batch, where, self.optimizer
+        if self.seed is None:
+            return _gradients(*parts)
+        with self.net.sampling(at=(self.seed, self.done * self.config.accumulate + number)):
+            return _gradients(*parts)
 
-    def _forward_backward(self, batch: Batch, where: str) -> Tensor:
-        with autocast(self.net.free_mu.device, self.config.precision):
-            loss = self.objective(self.net, batch, where)
+
+def _gradients(
+    net: GaussianNetwork,
+    objective: Objective,
+    config: TrainingConfig,
+    scaler: torch.amp.GradScaler,
+    batch: Batch,
+    where: str,
+    optimizer: torch.optim.Optimizer | FlatOptimizer,
+) -> Tensor:
+    """Forward and backward: add a batch's share to the gradients, and return its loss."""
+
+    def attempt(part: Batch) -> Tensor:
+        with autocast(net.free_mu.device, config.precision):
+            loss = objective(net, part, where)
         if not loss.requires_grad:
             raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
         try:
-            self.scaler.scale(loss / self.config.accumulate).backward()
+            scaler.scale(loss / config.accumulate).backward()
         except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
             if is_out_of_memory(error):
-                raise batch.too_large(where) from error
+                raise part.too_large(where) from error
             raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
         return loss.detach()
 
-    def _largest_that_fits(self, batch: Batch, where: str) -> int:
-        def attempt(part: Batch) -> None:
-            self.optimizer.zero_grad(set_to_none=True)
-            self._forward_backward(part, where)
+    def attempt_alone(part: Batch) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        return attempt(part)
 
-        return largest_that_fits(batch, attempt)
+    try:
+        return attempt(batch)
+    except TooLargeError as error:
+        raise batch.too_large(where, largest_that_fits(batch, attempt_alone)) from error
 
 
 class _Ledger:

@@ -1,0 +1,281 @@
+"""What a step of Gaussian weights costs, against plain fine-tuning and other ways to be Bayesian.
+
+    python benchmarks/step.py [--quick] [--cases NAME …] [--profile]
+
+One JSON line a case. A step is forward, backward, clipping to norm 1 and SGD with momentum, on one
+batch that lies on the device; for CUDA in bfloat16 autocast and channels-last, on a CPU in float32.
+Ours is the loop of a run (``pwfn.training.fit``) with half of the weights fixed. ``ratio`` is our
+time over the rival's, each a median of blocks of steps that take turns in the same process;
+``ours_bytes`` and ``rival_bytes`` are the peak of the device's memory over a few steps, each measured
+with the other not there (0 on a CPU).
+
+Rivals: plain fine-tuning; ours without fused passes; ``torch.nn.utils.parametrize`` with
+``mu + sigma * randn`` on every weight; bayesian-torch's reparameterised layers, where it is installed.
+
+--profile prints instead, for ours with and without fused passes, what a step does on the host and
+the device, by torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from pwfn import Config, GaussianNetwork, models
+from pwfn.batches import Batch
+from pwfn.flat import FlatSGD
+from pwfn.scoring import Objective, autocast
+from pwfn.training import fit
+
+LR, MOMENTUM, DECAY, CLIP = 1e-3, 0.9, 1e-4, 1.0
+CASES = {  # network, image side, classes, batch
+    "cifar_resnet20": (32, 10, 128),
+    "cifar_resnet18": (32, 10, 128),
+    "resnet50": (224, 1000, 128),
+    "deit_small_patch16_224": (224, 1000, 128),
+}
+Steps = Callable[[int], None]
+
+
+class Setting:
+    """A network and a batch on a device."""
+
+    def __init__(self, name: str, device: torch.device, batch: int | None = None) -> None:
+        side, classes, size = CASES[name]
+        torch.manual_seed(0)
+        self.device = device
+        self.config = Config().override(
+            {"training.precision": "bf16" if device.type == "cuda" else "fp32", "training.clip_norm": CLIP}
+        )
+        self.model = models.create(name).to(device)
+        size = batch or size
+        images = torch.randn(size, 3, side, side, device=device).to(memory_format=torch.channels_last)
+        self.batch = Batch((images,), {}, torch.randint(0, classes, (size,), device=device))
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Cross entropy of the batch, in the case's precision."""
+        with autocast(self.device, self.config.training.precision):
+            return F.cross_entropy(model(*self.batch.args), self.batch.target)
+
+
+def _batches(batch: Batch) -> Iterator[Batch]:
+    while True:
+        yield batch
+
+
+def ours(setting: Setting, *, fused: bool = True) -> Steps:
+    """The loop of a run."""
+    net = GaussianNetwork(setting.model, setting.config).train()
+    net.fix(0.5)
+    config = setting.config.training
+    rates = {"lr": LR, "weight_decay": DECAY}
+    optimizer: Any
+    if fused:
+        net.share_storage()
+        dtype = torch.bfloat16 if setting.device.type == "cuda" else None
+        optimizer = FlatSGD(net, **rates, momentum=MOMENTUM, clip_norm=CLIP, dtype=dtype)
+    else:
+        optimizer = torch.optim.SGD(net.parameter_groups(**rates), momentum=MOMENTUM)
+    objective, batches = Objective(F.cross_entropy), _batches(setting.batch)
+
+    def steps(count: int) -> None:
+        fit(net, batches, count, objective, config, optimizer=optimizer, where="benchmark", seed=0)
+
+    return steps
+
+
+def _loop(setting: Setting, model: nn.Module, extra: Callable[[], Tensor | float] = lambda: 0.0) -> Steps:
+    """A plain loop, as one would write it; the loss is read once a block, as ours is."""
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    fused = setting.device.type == "cuda"
+    optimizer = torch.optim.SGD(parameters, LR, momentum=MOMENTUM, weight_decay=DECAY, fused=fused)
+
+    def steps(count: int) -> None:
+        total = torch.zeros((), device=setting.device)
+        for _ in range(count):
+            optimizer.zero_grad(set_to_none=True)
+            loss = setting.loss(model)
+            (loss + extra()).backward()
+            nn.utils.clip_grad_norm_(parameters, CLIP)
+            optimizer.step()
+            total += loss.detach()
+        assert math.isfinite(float(total))
+
+    return steps
+
+
+def plain(setting: Setting) -> Steps:
+    """Plain fine-tuning."""
+    return _loop(setting, copy.deepcopy(setting.model).to(memory_format=torch.channels_last))  # type: ignore[call-overload]  # as torch documents it
+
+
+class Gaussian(nn.Module):
+    """``mu + sigma * eps``, as a parametrization."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.sigma = nn.Parameter(torch.full_like(like, 1e-3))
+
+    def forward(self, mu: Tensor) -> Tensor:
+        """A draw."""
+        return torch.addcmul(mu, self.sigma, torch.randn_like(mu))
+
+
+def parametrized(setting: Setting) -> Steps:
+    """The least code that makes every weight of every layer Gaussian."""
+    model = copy.deepcopy(setting.model)
+    for layer in list(model.modules()):
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                parametrize.register_parametrization(layer, name, Gaussian(parameter.detach()))
+    sigmas = [layer.sigma for layer in model.modules() if isinstance(layer, Gaussian)]
+
+    def penalty() -> Tensor:
+        return 2**-11 * torch.stack([torch.relu(0.05 - sigma).sum() for sigma in sigmas]).sum()
+
+    return _loop(setting, model, penalty)
+
+
+def bayesian_torch(setting: Setting) -> Steps:
+    """bayesian-torch's own conversion, with its KL term."""
+    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn, get_kl_loss  # type: ignore[import-not-found,import-untyped,unused-ignore]  # not ours
+
+    model = copy.deepcopy(setting.model)
+    prior = {"prior_mu": 0.0, "prior_sigma": 1.0, "posterior_mu_init": 0.0, "posterior_rho_init": -6.0}
+    dnn_to_bnn(model, {**prior, "type": "Reparameterization", "moped_enable": True, "moped_delta": 0.01})
+    model.to(setting.device)
+    count = len(setting.batch.target)
+    return _loop(setting, model, lambda: get_kl_loss(model) / count / 1e3)
+
+
+RIVALS: dict[str, Callable[[Setting], Steps]] = {
+    "plain fine-tuning": plain,
+    "pwfn without fused passes": lambda setting: ours(setting, fused=False),
+    "torch parametrize": parametrized,
+    "bayesian-torch": bayesian_torch,
+}
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(setting: Setting, make: Callable[[Setting], Steps]) -> int:
+    """Of the device, over a few steps, with nothing else alive but network and batch."""
+    if setting.device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    steps = make(setting)
+    steps(3)
+    torch.cuda.reset_peak_memory_stats()
+    steps(3)
+    # The original network, which ours was copied from, is not part of anybody's training.
+    own = sum(t.numel() * t.element_size() for t in setting.model.state_dict().values())
+    return torch.cuda.max_memory_allocated() - own
+
+
+def medians(device: torch.device, runs: list[Steps], blocks: int, length: int) -> list[float]:
+    """Seconds a step of each, in blocks that take turns."""
+    for steps in runs:
+        steps(length)
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(blocks):
+        for steps, own in zip(runs, times, strict=True):
+            wait(device)
+            started = time.perf_counter()
+            steps(length)
+            wait(device)
+            own.append((time.perf_counter() - started) / length)
+    return [statistics.median(own) for own in times]
+
+
+def measure(name: str, device: torch.device, *, quick: bool) -> None:
+    """Print a line for every rival."""
+    cuda = device.type == "cuda"
+    setting = Setting(name, device, 16 if quick and not cuda else None)
+    blocks, length = (3, 2) if quick else (15, 10) if cuda else (5, 3)
+    our_bytes = peak_bytes(setting, ours)
+    for rival, make in RIVALS.items():
+        if rival == "bayesian-torch" and find_spec("bayesian_torch") is None:
+            continue
+        rival_bytes = peak_bytes(setting, make)
+        our_s, rival_s = medians(device, [ours(setting), make(setting)], blocks, length)
+        facts = {
+            "case": f"step {name}",
+            "ratio": our_s / rival_s,
+            "ours_s": our_s,
+            "rival_s": rival_s,
+            "rival": rival,
+            "ours_bytes": our_bytes,
+            "rival_bytes": rival_bytes,
+            "bytes_ratio": our_bytes / rival_bytes if rival_bytes else None,
+            "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads",
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        print(json.dumps(facts), flush=True)
+
+
+def profile(name: str, device: torch.device) -> None:
+    """What a step does, without and with fused passes."""
+    setting = Setting(name, device)
+    for fused in (False, True):
+        steps = ours(setting, fused=fused)
+        steps(5)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            steps(10)  # below the 32 that a look at the loss comes after
+            wait(device)
+        events = profiler.events() or []
+        waits = ("cudaStreamSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::item")
+        facts = {
+            "case": f"profile {name}",
+            "fused": fused,
+            "kernels_a_step": sum(e.device_type.name == "CUDA" for e in events) / 10,
+            "launches_a_step": sum(e.name == "cudaLaunchKernel" for e in events) / 10,
+            "waits_in_ten_steps": {w: sum(e.name == w for e in events) for w in waits},
+        }
+        print(json.dumps(facts), flush=True)
+        key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        print(profiler.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=60))
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small batches and few blocks, for a CPU")
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="networks")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--profile", action="store_true", help="profile instead")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.backends.cudnn.benchmark = True  # for everybody alike
+    usual = ["cifar_resnet20"] if device.type == "cpu" else list(CASES)
+    for name in options.cases or usual:
+        if options.profile:
+            profile(name, device)
+        else:
+            measure(name, device, quick=options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Flat optimisers: the same steps as plain ones with torch's optimisers, in fewer passes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn import Config, GaussianNetwork, compress
+from pwfn.batches import Batch
+from pwfn.config import TrainingConfig
+from pwfn.errors import ConfigError, WeightError
+from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
+from pwfn.models import digits_resnet
+from pwfn.scoring import Objective
+from pwfn.team import Team
+from pwfn.training import fit
+
+CPU = torch.device("cpu")
+SETTINGS = Config().override({"posterior.alpha": 0.01, "posterior.cap": 0.02})
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 3),
+    )
+
+
+def batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Batch(
+            (torch.randn(8, 1, 4, 4, generator=generator),),
+            {},
+            torch.randint(0, 3, (8,), generator=generator),
+        )
+        for _ in range(6)
+    ]
+
+
+def half_fixed(config: Config = SETTINGS) -> GaussianNetwork:
+    net = GaussianNetwork(network(), config).train()
+    net.fix(0.5)
+    return net
+
+
+TASK = Objective(F.cross_entropy)
+RATES: dict[str, Any] = {"lr": 0.05, "sigma_lr": 0.01, "weight_decay": 0.1}
+
+
+def flat(net: GaussianNetwork, kind: type[FlatOptimizer], **options: Any) -> FlatOptimizer:
+    return kind(net, **RATES, seed=7, **options)
+
+
+def plain(net: GaussianNetwork, kind: type[FlatOptimizer]) -> torch.optim.Optimizer:
+    groups = net.parameter_groups(**RATES)
+    if kind is FlatAdamW:
+        return torch.optim.AdamW(groups)
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+KINDS = [(FlatSGD, {"momentum": 0.9}), (FlatAdamW, {})]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_flat_optimiser_takes_the_steps_of_torchs(
+    kind: type[FlatOptimizer], options: dict[str, Any], clip: float | None, shared: bool
+) -> None:
+    config = TrainingConfig(clip_norm=clip)
+    ours, theirs = half_fixed(), half_fixed()
+    if shared:
+        ours.share_storage()
+    fixed = [vector[ours.fixed].clone() for vector in (ours.mu, ours.sigma)]
+    optimizer = flat(ours, kind, clip_norm=clip, **options)
+    loss = fit(ours, iter(batches()), 6, TASK, config, optimizer=optimizer, where="here")
+    reference = plain(theirs, kind)
+    wanted = fit(
+        theirs,
+        iter(batches()),
+        6,
+        TASK,
+        config,
+        optimizer=reference,
+        where="here",
+        seed=7,
+    )
+    assert abs(loss - wanted) < 1e-5
+    free = ~ours.fixed
+    torch.testing.assert_close(ours.mu[free], theirs.mu[free], rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.sigma[free], theirs.sigma[free], rtol=0, atol=2e-5)
+    for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-5)
+    for vector, before in zip((ours.mu, ours.sigma), fixed, strict=True):
+        assert torch.equal(vector[ours.fixed], before)  # to the bit
+
+
+def test_a_whole_run_ends_in_the_same_clusters_with_and_without() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(16, 1, 8, 8, generator=generator), torch.randint(0, 10, (16,))) for _ in range(4)]
+    config = Config().override({"schedule.fractions": [0.4, 1.0], "schedule.epochs_per_round": 1.0})
+    torch.manual_seed(0)
+    model = digits_resnet()
+    results = [
+        compress(model, data, None, config.override({"training.fused": fused})) for fused in (True, False)
+    ]
+    first, second = (result.rounds for result in results)
+    for one, other in zip(first, second, strict=True):
+        # Rounding moves a weight in ten thousand across a threshold, not a centre out of the list.
+        assert {step.centre for step in one.fix.steps[:3]} == {step.centre for step in other.fix.steps[:3]}
+    values = [result.compressed.values() for result in results]
+    assert (values[0] == values[1]).double().mean() > 0.999
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    def run() -> Tensor:
+        net = half_fixed()
+        optimizer = flat(net, FlatSGD, momentum=0.9)
+        fit(
+            net,
+            iter(batches()),
+            6,
+            TASK,
+            TrainingConfig(),
+            optimizer=optimizer,
+            where="x",
+        )
+        return net.mu.detach()
+
+    first = run()
+    torch.rand(5)  # torch's own random state has no part in it
+    assert torch.equal(first, run())
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_a_state_that_was_kept_goes_on_as_if_never_stopped(
+    kind: type[FlatOptimizer], options: dict[str, Any]
+) -> None:
+    def steps(optimizer: FlatOptimizer, some: list[Batch]) -> None:
+        for batch in some:
+            with optimizer.drawn():
+                F.cross_entropy(optimizer.net(*batch.args), batch.target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = flat(half_fixed(), kind, **options)
+    steps(whole, batches())
+    first = flat(half_fixed(), kind, **options)
+    steps(first, batches()[:3])
+    kept = copy.deepcopy(first.state_dict())
+    net = half_fixed()
+    net.load_state_dict(first.net.state_dict())
+    second = flat(net, kind, **options)
+    second.seed = 99  # the state has its own
+    second.load_state_dict(kept)
+    steps(second, batches()[3:])
+    assert torch.equal(second.net.mu, whole.net.mu)
+    assert torch.equal(second.net.sigma, whole.net.sigma)
+
+
+def test_weights_in_bfloat16_are_the_draw_rounded_once() -> None:
+    net = half_fixed()
+    optimizer = flat(net, FlatSGD, dtype=torch.bfloat16)
+    with net.sampling(at=(7, 0)):
+        drawn = net._weights().detach()
+    with optimizer.drawn():
+        placed = [p for name, p in net.model.named_parameters() if name in ("0.weight", "4.weight", "4.bias")]
+        assert torch.equal(torch.cat([p.detach().reshape(-1) for p in placed]), drawn.to(torch.bfloat16))
+
+
+def test_a_layer_that_the_step_did_not_go_through_has_a_zero_gradient() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.used(x)
+            return out
+
+    net = GaussianNetwork(Either(), Config().override({"posterior.alpha": 0.0})).train()
+    before = net.mu.detach().clone()
+    optimizer = FlatSGD(net, lr=0.1)
+    for _ in range(2):
+        with optimizer.drawn():
+            net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    moved = net.mu.detach() != before
+    assert moved[:8].all()
+    assert not moved[8:].any()
+
+
+def test_tied_weights_get_one_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.first(x))
+            return out
+
+    def stepped(work: Callable[[GaussianNetwork], None]) -> Tensor:
+        torch.manual_seed(0)
+        net = GaussianNetwork(Tied(), SETTINGS).train()
+        work(net)
+        return net.mu.detach()
+
+    def ours(net: GaussianNetwork) -> None:
+        optimizer = FlatSGD(net, lr=0.1, seed=3)
+        with optimizer.drawn():
+            net(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+
+    def theirs(net: GaussianNetwork) -> None:
+        optimizer = torch.optim.SGD(net.parameter_groups(lr=0.1))
+        with net.sampling(at=(3, 0)):
+            (net(torch.ones(1, 3)).square().sum() + net.penalty()).backward()
+        optimizer.step()
+
+    torch.testing.assert_close(stepped(ours), stepped(theirs), rtol=0, atol=1e-6)
+
+
+def test_the_network_is_itself_again_after_the_block_whatever_happens() -> None:
+    net = half_fixed()
+    names = list(net.state_dict())
+    optimizer = flat(net, FlatSGD)
+    with pytest.raises(RuntimeError, match="on the way"), optimizer.drawn():
+        raise RuntimeError("on the way")
+    assert list(net.state_dict()) == names
+    net.eval()
+    with torch.no_grad():
+        assert net(batches()[0].args[0]).shape == (8, 3)
+
+
+def test_sharing_storage_changes_nothing_but_the_place() -> None:
+    net, other = half_fixed(), half_fixed()
+    net.share_storage()
+    assert torch.equal(net.mu, other.mu)
+    assert torch.equal(net.sigma, other.sigma)
+    assert net.fixed_mu.data_ptr() == net.free_mu.data_ptr()
+    for each in (net, other):
+        each.fix(1.0)
+    assert torch.equal(net.finish().values(), other.finish().values())
+    copied = copy.deepcopy(net)
+    assert copied.fixed_mu.data_ptr() != copied.free_mu.data_ptr()
+    assert torch.equal(copied.mu, net.mu)
+
+
+@pytest.mark.parametrize("change", [{"accumulate": 2}, {"precision": "fp16"}])
+def test_what_takes_several_draws_is_refused(change: dict[str, Any]) -> None:
+    net = half_fixed()
+    with pytest.raises(ConfigError, match=r"set training\.fused = false"):
+        fit(
+            net,
+            iter(batches()),
+            1,
+            TASK,
+            TrainingConfig(**change),
+            optimizer=flat(net, FlatSGD),
+            where="here",
+            team=Team(CPU),
+        )
+
+
+def test_a_model_of_several_types_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    with pytest.raises(WeightError, match="of several types: use a torch optimiser"):
+        FlatSGD(GaussianNetwork(model), lr=0.1)
