@@ -78,14 +78,19 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._alive: dict[StorageWeakRef, int] = {}
+        self._given: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and note its results."""
+        given = {StorageWeakRef(t.untyped_storage()) for t in tree_iter(args) if isinstance(t, Tensor)}
+        self._given |= given - self._alive.keys()  # what was there before, of which a view may be made
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._alive[StorageWeakRef(storage)] = storage.nbytes()
+                reference = StorageWeakRef(storage)
+                if reference not in self._given:
+                    self._alive[reference] = storage.nbytes()
         self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
         self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
         return out
@@ -200,10 +205,11 @@ class Bench:
         """Rounds by some rules against one sort of as many numbers."""
         state = weights(size, self.device)
         peak = most_bytes(lambda: torch.sort(state[0]), self.device)[0]
-        seconds = median_s(lambda: torch.sort(state[0]), self.device, self.repeats)[0]
         for rule, fractions in cases:
             ours = Ours(rule)
             done = self.rounds(ours, state, fractions)[0]
+            # Anew beside each case: what else the machine does changes meanwhile.
+            seconds = median_s(lambda: torch.sort(state[0]), self.device, self.repeats)[0]
             case = f"{words.format(fractions[-1])}, {size:,} weights, {rule}"
             more = {"weights": size, "choices": ours.choices // (self.repeats + 1)}
             self.line(case, done, "one torch.sort of them", Measured(seconds, peak), **more)

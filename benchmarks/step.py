@@ -9,6 +9,9 @@ time over the rival's, each a median of blocks of steps that take turns in the s
 ``ours_bytes`` and ``rival_bytes`` are the peak of the device's memory over a few steps, each measured
 with the other not there (0 on a CPU).
 
+On CUDA also with forward and backward recorded as a CUDA graph (``training.cuda_graph``), against plain
+fine-tuning as usual and with its whole step recorded.
+
 Rivals: plain fine-tuning; ours without fused passes; ``torch.nn.utils.parametrize`` with
 ``mu + sigma * randn`` on every weight; bayesian-torch's reparameterised layers, where it is installed.
 
@@ -27,6 +30,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -77,11 +81,11 @@ def _batches(batch: Batch) -> Iterator[Batch]:
         yield batch
 
 
-def ours(setting: Setting, *, fused: bool = True) -> Steps:
+def ours(setting: Setting, *, fused: bool = True, graph: bool = False) -> Steps:
     """The loop of a run."""
     net = GaussianNetwork(setting.model, setting.config).train()
     net.fix(0.5)
-    config = setting.config.training
+    config = setting.config.override({"training.cuda_graph": graph}).training
     rates = {"lr": LR, "weight_decay": DECAY}
     optimizer: Any
     if fused:
@@ -122,6 +126,41 @@ def _loop(setting: Setting, model: nn.Module, extra: Callable[[], Tensor | float
 def plain(setting: Setting) -> Steps:
     """Plain fine-tuning."""
     return _loop(setting, copy.deepcopy(setting.model).to(memory_format=torch.channels_last))  # type: ignore[call-overload]  # as torch documents it
+
+
+def plain_recorded(setting: Setting) -> Steps:
+    """Plain fine-tuning whose whole step is a CUDA graph."""
+    model = copy.deepcopy(setting.model).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]  # as torch documents it
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, LR, momentum=MOMENTUM, weight_decay=DECAY, fused=True)
+
+    def step() -> Tensor:
+        loss = setting.loss(model)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        return loss.detach()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def steps(count: int) -> None:
+        total = torch.zeros((), device=setting.device)
+        for _ in range(count):
+            graph.replay()
+            total += loss
+        assert math.isfinite(float(total))
+
+    return steps
 
 
 class Gaussian(nn.Module):
@@ -212,14 +251,20 @@ def measure(name: str, device: torch.device, *, quick: bool) -> None:
     cuda = device.type == "cuda"
     setting = Setting(name, device, 16 if quick and not cuda else None)
     blocks, length = (3, 2) if quick else (15, 10) if cuda else (5, 3)
-    our_bytes = peak_bytes(setting, ours)
-    for rival, make in RIVALS.items():
-        if rival == "bayesian-torch" and find_spec("bayesian_torch") is None:
-            continue
-        rival_bytes = peak_bytes(setting, make)
-        our_s, rival_s = medians(device, [ours(setting), make(setting)], blocks, length)
+    compared: list[tuple[str, Callable[[Setting], Steps], str, Callable[[Setting], Steps]]] = [
+        ("", ours, rival, make)
+        for rival, make in RIVALS.items()
+        if rival != "bayesian-torch" or find_spec("bayesian_torch") is not None
+    ]
+    if cuda:
+        recorded = partial(ours, graph=True)
+        compared.append((", CUDA graph", recorded, "plain fine-tuning", plain))
+        compared.append((", CUDA graph", recorded, "plain fine-tuning, CUDA graph", plain_recorded))
+    for way, mine, rival, make in compared:
+        our_bytes, rival_bytes = peak_bytes(setting, mine), peak_bytes(setting, make)
+        our_s, rival_s = medians(device, [mine(setting), make(setting)], blocks, length)
         facts = {
-            "case": f"step {name}",
+            "case": f"step {name}{way}",
             "ratio": our_s / rival_s,
             "ours_s": our_s,
             "rival_s": rival_s,

@@ -41,7 +41,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("inspection",),
     ("batches", "randomness", "team"),
     ("opening",),
-    ("scoring",),
+    ("scoring", "recorded"),
     ("filescores",),
     ("training", "targets"),
     ("progress",),

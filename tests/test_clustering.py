@@ -711,7 +711,7 @@ def test_a_prefix_may_reach_far_beyond_delta(far):
 
 
 def test_a_prefix_ends_where_its_mean_is_exactly_delta():
-    # Distances 0, 2, 1, 1 and then 3: the mean of the first four is 1, and every one of 2 more raises it.
+    # Distances 0, 1, 1, 2, 2, 3: the mean of the first four is 1, and of five it is more.
     mu, sigma = [0.0, 0.25, -0.125, 0.125, 0.25, 0.375], [0.125] * 6
     for few in (0, 10**9):
         with machinery(few=few):
@@ -721,7 +721,7 @@ def test_a_prefix_ends_where_its_mean_is_exactly_delta():
 
 
 def test_votes_are_counted_anew_when_the_largest_weight_is_gone():
-    # 4.0 goes first. Then 3/2 + ... is no candidate's any more: with 2.0 the top the others vote otherwise.
+    # 4.0 goes first; with 2.0 as the highest power within 2.9 those between 2 and 3 vote otherwise.
     mu = [4.0, 4.0, 4.0, 4.0, 2.9, 2.9, 1.6, 1.6, 1.45, 0.7, 0.7]
     for rule, omega_max in product(RULES, (1, 2)):
         for small in SMALL:

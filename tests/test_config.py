@@ -144,6 +144,7 @@ CASES: dict[str, Case] = {
     "training.optimizer": choice(Optimizer, "sgd", "adamw"),
     "training.channels_last": switch(),
     "training.fused": switch(),
+    "training.cuda_graph": switch(),
     "training.accumulate": number(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 8, 2.0], st.integers(1, 10**6)
     ),

@@ -22,6 +22,13 @@ def test_the_table_in_the_readme_is_made_from_the_results() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_tables_of_performance_are_made_from_what_was_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "table.py"), "--check"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_result_says_where_it_comes_from(path: Path) -> None:
     facts = json.loads(path.read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,92 @@ def test_a_state_that_was_kept_goes_on_as_if_never_stopped(
     steps(second, batches()[3:])
     assert torch.equal(second.net.mu, whole.net.mu)
     assert torch.equal(second.net.sigma, whole.net.sigma)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_only_free_weights_have_state(kind: type[FlatOptimizer], options: dict[str, Any]) -> None:
+    net = GaussianNetwork(network(), SETTINGS).train()
+    for fraction in (0.0, 0.5, 1.0):
+        if fraction:
+            net.fix(fraction)
+        free = int((~net.fixed).sum())
+        optimizer = flat(net, kind, **options)
+        take_step(optimizer)
+        assert {vector.numel() for vector in optimizer.state.values()} == {free}
+        assert all(bool(vector.any()) == (free > 0) for vector in optimizer.state.values())
+
+
+def take_step(optimizer: FlatOptimizer) -> None:
+    batch = batches()[0]
+    with optimizer.drawn():
+        F.cross_entropy(optimizer.net(*batch.args), batch.target).backward()
+    optimizer.step()
+
+
+def changed(net: GaussianNetwork, how: str) -> None:
+    if how == "fixed":
+        net.fix(0.7)
+    elif how == "loaded":
+        net.load_state_dict(half_fixed().state_dict())
+    else:
+        net.double()
+        net.fixed = net.fixed.clone()  # as a move to another device does
+
+
+@pytest.mark.parametrize("how", ["fixed", "loaded", "moved"])
+def test_an_optimiser_of_another_mask_is_refused(how: str) -> None:
+    net = half_fixed()
+    optimizer = flat(net, FlatSGD, momentum=0.9)
+    take_step(optimizer)
+    with optimizer.drawn():
+        F.cross_entropy(net(*batches()[0].args), batches()[0].target).backward()
+    changed(net, how)
+    before = net.mu.detach().clone()
+    with pytest.raises(WeightError, match="since the optimiser was made: make a new one"):
+        optimizer.step()
+    with pytest.raises(WeightError, match="make a new one"), optimizer.drawn():
+        pass
+    assert torch.equal(net.mu, before)
+    if how != "moved":
+        take_step(flat(net, FlatSGD, momentum=0.9))
+
+
+def test_a_state_of_another_mask_is_not_loaded() -> None:
+    first, net = flat(half_fixed(), FlatSGD), half_fixed()
+    net.fix(0.7)
+    second = flat(net, FlatSGD)
+    with pytest.raises(WeightError, match=r"momentum_mu is of .* free weights, and the network has"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_no_gradient_is_kept_from_one_step_to_the_next() -> None:
+    optimizer = flat(half_fixed(), FlatSGD, clip_norm=0.05)
+    seen = []
+
+    def watched(*args: Any) -> None:
+        seen.append(weakref.ref(args[0]))
+        assert all(leaf.grad is None for leaf in optimizer._leaves)  # the pieces' own are gone by then
+        FlatSGD._update(optimizer, *args)  # type: ignore[arg-type]
+
+    optimizer._update = watched  # type: ignore[method-assign]
+    take_step(optimizer)
+    (gradient,) = seen
+    assert gradient() is None
+    vectors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
+    assert sum(vector.numel() == optimizer.net.layout.size for vector in vectors) == 2  # weights and mask
+
+
+def test_a_gradient_collected_before_gives_the_same_step() -> None:
+    one, other = (flat(half_fixed(), FlatSGD, momentum=0.9, clip_norm=0.05) for _ in range(2))
+    take_step(one)
+    batch = batches()[0]
+    with other.drawn():
+        F.cross_entropy(other.net(*batch.args), batch.target).backward()
+    gradient = other.collect()
+    assert gradient.shape == other.net.free_mu.shape
+    other.step(gradient)
+    assert torch.equal(one.net.mu, other.net.mu)
+    assert torch.equal(one.net.sigma, other.net.sigma)
 
 
 def test_weights_in_bfloat16_are_the_draw_rounded_once() -> None:

@@ -452,7 +452,8 @@ def test_data_config_of_own_timm_and_other_networks() -> None:
     assert data_config("digits_resnet", small()).mean == (0.0,)
     timm_config = data_config("resnet18", create("resnet18"))
     assert timm_config == DataConfig((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224, "bicubic", 0.95)
-    assert data_config("python:nets.py:make", small()).image_size == 224
+    other = data_config("python:nets.py:make", small())
+    assert other == DataConfig((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), None, crop_pct=0.875)
 
 
 def test_data_config_of_the_file_comes_first() -> None:

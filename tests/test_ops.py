@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from pwfn import WeightError, ops
 from pwfn.ops import library, reference
 
-SIZES = (1, 127, 1025)
+SIZES = (1, 127, 1025, 4099)
+MASKS = {"none": 0.0, "some": 1 / 3, "all": 1.0}  # how many are fixed
 FLOOR = 2.0**-30
 PENALTY = {"alpha": 2.0**-11, "cap": 0.05}
 SGD = {"lr": 0.01, "sigma_lr": 0.02, "momentum": 0.9, "weight_decay": 1e-2, **PENALTY}
 ADAMW = {"lr": 0.01, "sigma_lr": 0.002, "weight_decay": 1e-2, **PENALTY}
 
 
-def vectors(size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Some weights, about a third of them fixed, and sigmas on both sides of the cap and at it."""
+def vectors(size: int, seed: int = 0, share: float = 1 / 3) -> dict[str, Tensor]:
+    """Some weights, a share of them fixed, and sigmas on both sides of the cap and at it."""
     generator = torch.Generator().manual_seed(seed)
     sigma = torch.rand(size, generator=generator) * 0.1
     sigma[::5] = 0.05
@@ -34,7 +35,7 @@ def vectors(size: int, seed: int = 0) -> dict[str, Tensor]:
     return {
         "free_mu": torch.randn(size, generator=generator),
         "free_sigma": sigma,
-        "fixed": torch.rand(size, generator=generator) < 1 / 3,
+        "fixed": torch.rand(size, generator=generator) < share,
         "fixed_mu": torch.randn(size, generator=generator),
         "fixed_sigma": torch.rand(size, generator=generator),
     }
@@ -46,8 +47,9 @@ def noise(size: int, seed: int, step: int) -> Tensor:
     return ops.draw(zeros, ones, zeros.bool(), zeros, zeros, seed=seed, step=step)
 
 
-def state(count: int, size: int) -> list[Tensor]:
-    return [torch.zeros(size) for _ in range(count)]
+def state(count: int, fixed: Tensor) -> list[Tensor]:
+    """Zeros, one for each free weight."""
+    return [torch.zeros(int((~fixed).sum())) for _ in range(count)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -151,8 +153,10 @@ def plain_step(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["sgd_", "adamw_"])
-def test_updates_are_those_of_the_plain_loop(size: int, name: str) -> None:
-    v = vectors(size)
+@pytest.mark.parametrize("mask", MASKS)
+def test_updates_are_those_of_the_plain_loop(size: int, name: str, mask: str) -> None:
+    v = vectors(size, share=MASKS[mask])
+    offsets = ops.free_offsets(v["fixed"])
     mu, sigma = nn.Parameter(v["free_mu"].clone()), nn.Parameter(v["free_sigma"].clone())
     settings: dict[str, Any] = dict(SGD if name == "sgd_" else ADAMW)
     groups = [
@@ -162,7 +166,7 @@ def test_updates_are_those_of_the_plain_loop(size: int, name: str) -> None:
     optimizer: torch.optim.Optimizer = (
         torch.optim.SGD(groups, momentum=0.9) if name == "sgd_" else torch.optim.AdamW(groups)
     )
-    kept = state(2 if name == "sgd_" else 4, size)
+    kept = state(2 if name == "sgd_" else 4, v["fixed"])
     before = {key: tensor.clone() for key, tensor in v.items()}
     free = ~v["fixed"]
     for step in range(6):
@@ -175,25 +179,29 @@ def test_updates_are_those_of_the_plain_loop(size: int, name: str) -> None:
         theirs = plain_step(optimizer, mu, sigma, v, step)
         assert torch.allclose(w.grad, theirs, rtol=1e-5, atol=1e-6)
         count = {} if name == "sgd_" else {"count": step + 1}
-        arguments = v["free_mu"], v["free_sigma"], *kept, w.grad, v["fixed"], scale
+        arguments = v["free_mu"], v["free_sigma"], *kept, w.grad, v["fixed"], offsets, scale
         getattr(ops, name)(*arguments, **settings, **count, seed=5, step=step)
         assert torch.allclose(v["free_mu"][free], mu.detach()[free], rtol=1e-5, atol=1e-7)
         assert torch.allclose(v["free_sigma"][free], sigma.detach()[free], rtol=1e-5, atol=1e-7)
     for key in ("free_mu", "free_sigma"):
         assert torch.equal(v[key][v["fixed"]], before[key][v["fixed"]])
         assert not free.any() or not torch.equal(v[key][free], before[key][free])
-    assert all(torch.equal(tensor[v["fixed"]], torch.zeros(int(v["fixed"].sum()))) for tensor in kept)
+    names = ("momentum_buffer",) if name == "sgd_" else ("exp_avg", "exp_avg_sq")
+    theirs_kept = [optimizer.state[parameter][key][free] for key in names for parameter in (mu, sigma)]
+    for one, other in zip(kept, theirs_kept, strict=True):  # the free weights' state, in their order
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(v[key], before[key]) for key in ("fixed", "fixed_mu", "fixed_sigma"))
 
 
 @pytest.mark.parametrize("name", ["sgd_", "adamw_"])
 def test_a_fixed_weight_keeps_its_bits_whatever_its_gradient_is(name: str) -> None:
     odd = torch.tensor([math.nan, -0.0, 1e-45, math.inf])
-    mu, sigma, *kept = (odd.clone() for _ in range(4 if name == "sgd_" else 6))
+    mu, sigma = odd.clone(), odd.clone()
     settings: dict[str, Any] = SGD if name == "sgd_" else {**ADAMW, "count": 1}
     fixed, one = torch.ones(4, dtype=torch.bool), torch.tensor(1.0)
-    getattr(ops, name)(mu, sigma, *kept, odd.flip(0), fixed, one, **settings, seed=0, step=0)
-    for tensor in (mu, sigma, *kept):
+    kept, offsets = state(2 if name == "sgd_" else 4, fixed), ops.free_offsets(fixed)
+    getattr(ops, name)(mu, sigma, *kept, odd.flip(0), fixed, offsets, one, **settings, seed=0, step=0)
+    for tensor in (mu, sigma):
         assert torch.equal(tensor.view(torch.int32), odd.view(torch.int32))
 
 
@@ -201,8 +209,9 @@ def test_a_step_of_sgd_by_hand() -> None:
     mu, sigma = torch.tensor([2.0, 2.0, 2.0]), torch.tensor([0.25, 0.5, 1.0])
     m_mu, m_sigma = torch.tensor([4.0, 4.0, 4.0]), torch.tensor([0.0, 0.0, 8.0])
     settings = {"lr": 0.5, "sigma_lr": 0.25, "momentum": 0.5, "weight_decay": 0.125}
+    fixed = torch.zeros(3, dtype=torch.bool)
     ops.sgd_(
-        *(mu, sigma, m_mu, m_sigma, torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.tensor(1.0)),
+        *(mu, sigma, m_mu, m_sigma, torch.zeros(3), fixed, ops.free_offsets(fixed), torch.tensor(1.0)),
         **settings,
         alpha=1.0,
         cap=0.5,
@@ -221,14 +230,16 @@ def test_the_regulariser_has_the_gradient_of_relu() -> None:
     torch.relu(0.05 - sigma).sum().backward()
     assert sigma.grad is not None
     assert sigma.grad.tolist() == [-1.0, 0.0, 0.0]
-    ours, kept = sigma.detach().clone(), state(3, 3)
+    fixed, ours = torch.zeros(3, dtype=torch.bool), sigma.detach().clone()
+    kept = state(3, fixed)
     still = {"lr": 0.0, "sigma_lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "alpha": 1.0, "cap": 0.05}
     ops.sgd_(
         torch.zeros(3),
         ours,
         *kept[:2],
         kept[2],
-        torch.zeros(3).bool(),
+        fixed,
+        ops.free_offsets(fixed),
         torch.tensor(1.0),
         **still,
         seed=0,
@@ -238,23 +249,24 @@ def test_the_regulariser_has_the_gradient_of_relu() -> None:
 
 
 def test_only_the_gradient_of_the_task_is_scaled() -> None:
-    v, kept = vectors(127), state(2, 127)
+    v = vectors(127)
+    kept, offsets, free = state(2, v["fixed"]), ops.free_offsets(v["fixed"]), ~v["fixed"]
     settings = {"lr": 1.0, "sigma_lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "alpha": 0.5, "cap": 10.0}
     grad, scale = torch.randn(127, generator=torch.Generator().manual_seed(1)), torch.tensor(0.25)
-    ops.sgd_(
-        v["free_mu"], v["free_sigma"], *kept, grad.bfloat16(), v["fixed"], scale, **settings, seed=2, step=3
-    )
+    both = v["free_mu"], v["free_sigma"]
+    ops.sgd_(*both, *kept, grad.bfloat16(), v["fixed"], offsets, scale, **settings, seed=2, step=3)
     grad_mu, grad_sigma = ops.draw_backward(grad.bfloat16(), v["fixed"], seed=2, step=3)
-    assert torch.equal(kept[0], 0.25 * grad_mu)
-    assert torch.equal(kept[1], torch.where(v["fixed"], 0.0, 0.25 * grad_sigma - 0.5))
+    assert torch.equal(kept[0], 0.25 * grad_mu[free])
+    assert torch.equal(kept[1], 0.25 * grad_sigma[free] - 0.5)
 
 
 def test_parameters_are_updated_in_place_and_autograd_is_told() -> None:
-    v, kept = vectors(127), state(2, 127)
+    v, one = vectors(127), torch.tensor(1.0)
+    kept, offsets = state(2, v["fixed"]), ops.free_offsets(v["fixed"])
     mu = nn.Parameter(v["free_mu"].clone())
     square = (mu * mu).sum()  # keeps mu for its backward pass
     grad = torch.ones(127)
-    ops.sgd_(mu, v["free_sigma"], *kept, grad, v["fixed"], torch.tensor(1.0), **SGD, seed=0, step=0)
+    ops.sgd_(mu, v["free_sigma"], *kept, grad, v["fixed"], offsets, one, **SGD, seed=0, step=0)
     assert mu.is_leaf
     assert mu.requires_grad
     assert not torch.equal(mu, v["free_mu"])
@@ -266,7 +278,9 @@ def test_no_weights_are_no_work() -> None:
     none, one = torch.zeros(0), torch.tensor(1.0)
     assert noise(0, 0, 0).shape == (0,)
     assert ops.grad_squared_norm(none, none.bool(), seed=0, step=0).item() == 0
-    ops.sgd_(*(torch.zeros(0) for _ in range(4)), none, none.bool(), one, **SGD, seed=0, step=0)
+    offsets = ops.free_offsets(none.bool())
+    assert offsets.shape == (0,)
+    ops.sgd_(*(torch.zeros(0) for _ in range(4)), none, none.bool(), offsets, one, **SGD, seed=0, step=0)
 
 
 # Thresholds: a normal statistic of 4.5 or a p-value of 1e-5, for one fixed draw that cannot drift.
@@ -322,11 +336,14 @@ def test_the_states_of_the_reference_never_meet_within_a_seed() -> None:
 def cases() -> dict[str, tuple[Any, ...]]:
     v, grad, one = vectors(127), torch.ones(127), torch.tensor(0.5)
     leaves = v["free_mu"].requires_grad_(), v["free_sigma"].requires_grad_()
-    fixed = v["fixed"]
-    sgd = (*(torch.ones(127) for _ in range(4)), grad, fixed, one, 0.1, 0.1, 0.9, 0.01, 0.5, 0.05, 1, 2)
-    adamw = (*(torch.ones(127) for _ in range(6)), grad, fixed, one)
+    fixed, out = v["fixed"], torch.zeros(127, dtype=torch.bfloat16)
+    rest = grad, fixed, ops.free_offsets(fixed), one
+    sgd = (torch.ones(127), torch.ones(127), *state(2, fixed), *rest, 0.1, 0.1, 0.9, 0.01, 0.5, 0.05, 1, 2)
+    adamw = (torch.ones(127), torch.ones(127), *state(4, fixed), *rest)
+    plain = (torch.zeros(127), torch.ones(127), fixed, v["fixed_mu"], v["fixed_sigma"])
     return {
         "draw": (*leaves, fixed, v["fixed_mu"], v["fixed_sigma"], 1, 2, True, torch.bfloat16),
+        "draw_": (out, *plain, 1, 2, True),
         "draw_backward": (grad.bfloat16(), fixed, 1, 2),
         "grad_squared_norm": (grad, fixed, 1, 2),
         "sgd_": sgd,
@@ -363,12 +380,57 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], words: str) -> None:
 
 def test_a_scale_or_count_that_does_not_fit_is_named() -> None:
     v = vectors(5)
-    arguments = v["free_mu"], v["free_sigma"], *state(2, 5), torch.ones(5), v["fixed"]
+    offsets = ops.free_offsets(v["fixed"])
+    arguments = v["free_mu"], v["free_sigma"], *state(2, v["fixed"]), torch.ones(5), v["fixed"], offsets
     with pytest.raises(WeightError, match=r"scale has shape \(1,\)"):
         ops.sgd_(*arguments, torch.ones(1), **SGD, seed=0, step=0)
-    more = v["free_mu"], v["free_sigma"], *state(4, 5), torch.ones(5), v["fixed"], torch.tensor(1.0)
+    more = v["free_mu"], v["free_sigma"], *state(4, v["fixed"]), torch.ones(5), v["fixed"], offsets
     with pytest.raises(WeightError, match="count is 0"):
-        ops.adamw_(*more, **ADAMW, count=0, seed=0, step=0)
+        ops.adamw_(*more, torch.tensor(1.0), **ADAMW, count=0, seed=0, step=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"momentum_mu": torch.zeros(4)}, r"momentum_sigma has shape \(3,\).*number of free weights"),
+        ({"momentum_sigma": torch.zeros(3, 1)}, r"momentum_sigma has shape \(3, 1\)"),
+        ({"momentum_sigma": torch.zeros(3, device="meta")}, "momentum_sigma .* on meta"),
+        ({"momentum_sigma": torch.zeros(3).long()}, "momentum_sigma is not .* floating-point"),
+        ({"momentum_mu": torch.zeros(9), "momentum_sigma": torch.zeros(9)}, "9 entries for 5 weights"),
+        # What only a look at the mask can tell; the reference looks.
+        ({"momentum_mu": torch.zeros(4), "momentum_sigma": torch.zeros(4)}, "each of the 3 free weights"),
+        ({"momentum_mu": torch.zeros(1), "momentum_sigma": torch.zeros(1)}, "each of the 3 free weights"),
+        ({"offsets": torch.zeros(2).long()}, r"offsets is torch.int64 of shape \(2,\).*free_offsets"),
+        ({"offsets": torch.zeros(1)}, "offsets is torch.float32"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_named(change: dict[str, Tensor], words: str) -> None:
+    fixed = torch.tensor([True, False, False, True, False])
+    sound = {name: torch.ones(5) for name in ("free_mu", "free_sigma", "grad_w")}
+    sound |= {name: torch.zeros(3) for name in ("momentum_mu", "momentum_sigma")}
+    sound |= {"fixed": fixed, "offsets": ops.free_offsets(fixed), "scale": torch.tensor(1.0)}
+    with pytest.raises(WeightError, match=words):
+        ops.sgd_(**{**sound, **change}, **SGD, seed=0, step=0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_offsets_count_the_free_weights_before_each_block(size: int, mask: str) -> None:
+    fixed = vectors(size, share=MASKS[mask])["fixed"]
+    for block in (4, 1024):
+        wanted = [int((~fixed[:start]).sum()) for start in range(0, size, block)]
+        assert ops.free_offsets(fixed, block).tolist() == wanted
+
+
+def test_a_draw_into_a_vector_is_the_draw() -> None:
+    v = vectors(127)
+    for dtype in (torch.float32, torch.bfloat16):
+        for on in (True, False):
+            out = torch.empty(127, dtype=dtype)
+            ops.draw_(out, *v.values(), seed=3, step=4, noise_on_fixed=on)
+            assert torch.equal(out, ops.draw(**v, seed=3, step=4, noise_on_fixed=on, dtype=dtype))
+    with pytest.raises(WeightError, match=r"out has shape \(126,\)"):
+        ops.draw_(out[:126], *v.values(), seed=3, step=4)
 
 
 def run(program: str, path: str = "") -> str:
@@ -394,12 +456,12 @@ def test_without_triton_the_reference_stays_in_force_on_cuda() -> None:
     said = run(
         "import sys; sys.modules['triton'] = None\n" + KERNELS.replace(", 'triton' in sys.modules", "")
     )
-    assert said == "[False, False, False, False, False]"
+    assert said == str([False] * len(library.SCHEMAS))
 
 
 def test_with_triton_kernels_are_registered_and_it_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise RuntimeError('imported')")
-    assert run("import sys\n" + KERNELS, str(tmp_path)) == "[True, True, True, True, True] False"
+    assert run("import sys\n" + KERNELS, str(tmp_path)) == f"{[True] * len(library.SCHEMAS)} False"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

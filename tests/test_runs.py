@@ -21,10 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pwfn import Config, FileError, GaussianNetwork, Progress, PwfnError, cli, commands, load, runs
+from pwfn import Config, FileError, GaussianNetwork, Progress, PwfnError, cli, commands, data, load, runs
 from pwfn.checkpoint import Store
 from pwfn.filescores import evaluate_file, summary_line
 from pwfn.keeping import Keeper, StoppedError
+from pwfn.models import digits_resnet
 from pwfn.options import RunOptions
 from pwfn.runs import run
 from pwfn.watching import Lines
@@ -81,6 +82,21 @@ def test_figures_are_those_of_the_file(whole: Path) -> None:
     assert again["after"] == facts["after"]
     assert 0 <= again["ensemble"] <= 1
     assert f"{facts['file_bytes']:,} bytes" in summary_line(facts)
+
+
+def test_an_ensemble_is_scored_as_a_network_is(whole: Path) -> None:
+    """In evaluation mode: how the data are cut makes no difference, and it is the mean of the draws."""
+    path = whole / "model.pwfn"
+    found = [evaluate_file(path, options(whole, test_batch_size=n), samples=3, seed=5) for n in (7, 450)]
+    compressed, model = load(path), digits_resnet().eval()
+    generator, total = torch.Generator().manual_seed(5), torch.zeros(450, 10)
+    tests = data.digits().test
+    with torch.no_grad():
+        for _ in range(3):
+            model.load_state_dict(compressed.sample(generator))
+            total += model(tests.images).softmax(1)
+    expected = float((total.argmax(1) == tests.targets).double().mean())
+    assert [facts["ensemble"] for facts in found] == [expected] * 2
 
 
 def test_the_folder_of_another_run_is_not_written_over(whole: Path) -> None:
@@ -228,7 +244,7 @@ class KilledError(BaseException):
 def test_killed_around_any_checkpoint_the_log_and_the_states_are_complete(
     number: int, moment: str, tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rounds make two checkpoints each, at the end of training and after the fixing; polish makes one."""
+    """Three rounds make two checkpoints each, after their training and after their fixing; polish one."""
     folder, saved, save = tmp_path / "run", 0, Store.save
 
     def killing(store: Store, progress: Progress) -> Path:

@@ -301,7 +301,7 @@ def test_sixteen_bits_learn_on_the_cpu_too() -> None:
 
 
 def test_a_gradient_too_large_for_sixteen_bits_halves_the_scale_and_leaves_the_step_out() -> None:
-    """The scale starts at 65,536: 16 times that is above 65,504, until it was halved to 2,048 in five steps."""
+    """The scale starts at 65,536: 16 times that is above 65,504, until five halvings make it 2,048."""
     data = [(torch.ones(1, 2), torch.zeros(1))]
     config = TrainingConfig(precision=Precision.FP16, clip_norm=None)
     for steps, moves in ((5, False), (6, True)):
@@ -373,9 +373,7 @@ def test_a_batch_too_large_to_train_on_says_what_fits(
     net = GaussianNetwork(Fed(most, backward))
     with pytest.raises(TooLargeError) as caught:
         train(net, SIXTY_FOUR, 1, F.cross_entropy, TrainingConfig(accumulate=accumulate))
-    assert str(caught.value) == (
-        f"round 2 of 9, step 1: out of memory with inputs (64, 3) float32: {advice}"
-    )
+    assert str(caught.value) == (f"round 2 of 9, step 1: out of memory with inputs (64, 3) float32: {advice}")
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -418,7 +416,7 @@ def test_the_cpus_own_way_to_say_that_memory_ran_out_is_known() -> None:
         torch.empty(2**50, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    with pytest.raises(TooLargeError, match="a batch of 16 fits$"):
+    with pytest.raises(TooLargeError, match=r"a batch of 16 fits$"):
         train(GaussianNetwork(Greedy(3, 2)), SIXTY_FOUR, 1, F.cross_entropy, PLAIN)
 
 

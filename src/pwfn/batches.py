@@ -86,6 +86,26 @@ class Batch:
 
         return Batch(cut(self.args), cut(self.kwargs), cut(self.target))
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of inputs and target, in one order."""
+        return list(_tensors((self.args, self.kwargs, self.target)))
+
+    def shape(self) -> tuple[Any, ...]:
+        """What two batches must have in common to take the same way through a network."""
+        return tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors())
+
+    def cloned(self) -> Batch:
+        """A copy with tensors of its own."""
+
+        def clone(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.clone()
+            if isinstance(value, Mapping):
+                return {key: clone(item) for key, item in value.items()}
+            return tuple(clone(item) for item in value) if isinstance(value, tuple) else value
+
+        return Batch(clone(self.args), clone(self.kwargs), clone(self.target))
+
     def describe(self) -> str:
         """Shapes and number types of the inputs."""
         named = [("", value) for value in self.args] + [(f"{k}=", v) for k, v in self.kwargs.items()]

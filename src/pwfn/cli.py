@@ -82,6 +82,9 @@ def compress(
     seed: Annotated[int | None, typer.Option(help="Seed of all random states.", min=0)] = None,
     device: Device = None,
     batch_size: BatchSize = 128,
+    test_batch_size: Annotated[
+        int | None, typer.Option(help="In a batch of test data; as suits the data, unless given.", min=1)
+    ] = None,
     workers: Workers = 4,
     classes: Annotated[
         int | None, typer.Option(help="The network's outputs, if not as usual.", min=1)
@@ -108,7 +111,7 @@ def compress(
     from pwfn import commands, options
 
     how = options.RunOptions(
-        *(model, data, out, weights, classes, device, batch_size, None, workers, holdout, limit),
+        *(model, data, out, weights, classes, device, batch_size, test_batch_size, workers, holdout, limit),
         *(resume, checkpoint_minutes, tensorboard),
     )
     chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits)

@@ -64,6 +64,7 @@ class FreeWeights:
         self._largest = self._largest_mean()
         self._widest = self._widest_spread()
         self._grid = self._edges = self._edges_here = mu.new_empty(0)
+        self._grid_of = 0, 0.0
         self._votes = np.empty(0, np.int64)
         self._compact()
 
@@ -101,19 +102,17 @@ class FreeWeights:
                     return near, found
             # No weight outside of the window is closer than reach, but the prefix may go beyond that.
             reach *= 4
+            near.clear()  # its memory, before the wider window takes more
+            distances.clear()
 
     def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
         """Move the chosen ones to the centre; their sigma is the spread of the means just moved, or kept."""
         taken = list(_taken(near, chosen))
         moments = _Moments()
-        farthest = 0.0
         for block, at in taken:
             moved = self._mu[block][at.long()]
-            low, high = torch.stack(torch.aminmax(moved)).tolist()
-            farthest = max(farthest, -low, high)
-            self._votes -= self._nearest_counts(moved)
-            if self._config.fixed_sigma is FixedSigma.STD:
-                moments.add(moved)
+            self._votes -= torch.bincount(self._nearest(moved), minlength=self._votes.size).cpu().numpy()
+            moments.add(moved)
         for block, at in taken:
             at = at.long()
             self._mu[block].index_fill_(0, at, centre)
@@ -122,7 +121,7 @@ class FreeWeights:
                 self._sigma[block].index_fill_(0, at, moments.std)
         self._size -= chosen.length
         self._compact()
-        if farthest == self._largest and self._size:
+        if moments.farthest == self._largest and self._size:
             self._largest = self._largest_mean()
 
     def sweep(self, needed: int) -> None:
@@ -186,10 +185,13 @@ class FreeWeights:
 
     def _set_grid(self, omega: int) -> bool:
         """Take the candidates of an order within the largest mean; tell whether they are other ones."""
+        if (omega, self._largest) == self._grid_of:
+            return False
+        self._grid_of = omega, self._largest
         grid = candidates(self._largest, self._config.b, omega).to(self._mu.dtype)
         # Above 2^24 times the unit float32 merges neighbours; what is left are still such sums.
         grid = torch.unique_consecutive(grid)
-        if torch.equal(grid, self._grid):
+        if torch.equal(grid, self._grid.cpu()):
             return False
         self._grid, self._edges = grid, self._ends(grid)
         self._edges_here = self._edges.to(self._mu.device)
@@ -209,9 +211,6 @@ class FreeWeights:
 
     def _nearest(self, means: Tensor) -> Tensor:
         return torch.bucketize(means, self._edges_here, out_int32=True)
-
-    def _nearest_counts(self, means: Tensor) -> Integers:
-        return torch.bincount(self._nearest(means), minlength=self._grid.numel()).cpu().numpy()
 
     def _count(self) -> Integers:
         """How many free weights are nearest to each candidate."""
@@ -254,14 +253,17 @@ class FreeWeights:
 
 
 class _Moments:
-    """Mean and variance of values that come in parts (Chan, Golub and LeVeque's update)."""
+    """Variance and largest size of values that come in parts (Chan, Golub and LeVeque's update)."""
 
     def __init__(self) -> None:
+        self.farthest = 0.0
         self._count, self._mean, self._variance = 0, 0.0, 0.0
 
     def add(self, values: Tensor) -> None:
-        both = torch.var_mean(values.double(), correction=0)
-        variance, mean = torch.stack(both).tolist()
+        values = values.double()
+        facts = (*torch.var_mean(values, correction=0), *torch.aminmax(values))
+        variance, mean, low, high = torch.stack(facts).tolist()  # all at once: each copy waits for the device
+        self.farthest = max(self.farthest, -low, high)
         share = values.numel() / (self._count + values.numel())  # of the new ones
         apart = mean - self._mean
         self._variance += share * (variance - self._variance + apart * apart * (1 - share))
@@ -353,11 +355,11 @@ def _deciding(
     present = np.flatnonzero(counts)
     counts, lows, highs = counts[present], lows[present], highs[present]
     numbers = below + np.cumsum(counts)
-    start = stop = int((numbers >= needed).argmax())
+    # Not needed are those after the bin that has enough; if none has, an earlier look found the end.
+    start = stop = min(int((numbers < needed).sum()), present.size - 1)
     if delta is not None:
         with np.errstate(over="ignore"):
             least, most = (total + np.cumsum(counts * ends) for ends in (lows, highs))
-        ended = np.append(least > delta * (1 + _MARGIN) * numbers, True)
-        stop = min(stop, int(ended.argmax()))
+        stop = min(stop, int((least <= delta * (1 + _MARGIN) * numbers).sum()))
         start = min(stop, int((most <= delta * (1 - _MARGIN) * numbers).sum()))
     return int(present[start]), int(present[stop])

@@ -117,24 +117,42 @@ class Compressed:
             raise WeightError("this network has no posterior to draw from: save it with one")
         return self._state_dict(ops.sample(self.values(), sigma, generator))
 
-    def apply_to(self, model: nn.Module) -> nn.Module:
+    def apply_to(self, model: nn.Module, *, weights: str = "dense", tile: int | None = None) -> nn.Module:
         """Load the weights into a model of the same architecture, and return it.
 
-        What its state dict holds beside tensors (the extra state of a module) stays its own.
+        With ``weights="indices"`` layers are replaced by those of :mod:`pwfn.runtime`, which hold indices
+        and palettes and no dense weight; ``tile`` is then how many output channels of a convolution are
+        dense at a time, all unless said. What the model's state dict holds beside tensors (the extra state
+        of a module) stays its own.
         """
-        state = self.dense_state_dict()
+        if weights not in ("dense", "indices") or (tile is not None and weights == "dense"):
+            raise WeightError(
+                f"weights={weights!r} with tile={tile}: give 'dense', or 'indices' with or without a tile"
+            )
         whole = model.state_dict()
-        theirs = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+        self._check_fits({name: value for name, value in whole.items() if isinstance(value, Tensor)})
+        if weights == "indices":
+            # Here and not above: the runtime stands on this value, not this value on it.
+            from pwfn.runtime import apply_indices
+
+            return apply_indices(self, model, tile)
+        model.load_state_dict({**whole, **self.dense_state_dict()})
+        return model
+
+    def _check_fits(self, theirs: Mapping[str, Tensor]) -> None:
+        """An error that names the tensors in which a model's state dict differs."""
+        ours: dict[str, tuple[int, ...]] = {name: tuple(held.shape) for name, held in self.untouched.items()}
+        for entry in self.layout.entries:
+            ours |= dict.fromkeys((entry.name, *entry.aliases), entry.shape)
+        model = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
         differing = [
-            f"{name} is {_shape(theirs, name)} in the model, {_shape(state, name)} here"
-            for name in sorted(state.keys() | theirs.keys())
-            if _shape(state, name) != _shape(theirs, name)
+            f"{name} is {_shape(model, name)} in the model, {_shape(ours, name)} here"
+            for name in sorted(ours.keys() | model.keys())
+            if _shape(ours, name) != _shape(model, name)
         ]
         if differing:
             more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
             raise LayoutError("the model does not match: " + "; ".join(differing[:10]) + more)
-        model.load_state_dict({**whole, **state})
-        return model
 
     def save(
         self, path: str | Path, *, posterior: str = "centre", record: Mapping[str, Any] | None = None
@@ -215,8 +233,8 @@ def _divided(
     return tuple(books), tuple(divisions), indices
 
 
-def _shape(state: Mapping[str, Tensor], name: str) -> str:
-    return "×".join(str(n) for n in state[name].shape) or "scalar" if name in state else "absent"
+def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+    return "×".join(str(n) for n in shapes[name]) or "scalar" if name in shapes else "absent"
 
 
 def index_dtype(count: int) -> torch.dtype:

@@ -239,6 +239,9 @@ class TrainingConfig(_Section):
     fused: bool = _setting(
         True, _Switch(), "draw and step in one pass over the vectors, where one process does it alone"
     )
+    cuda_graph: bool = _setting(
+        False, _Switch(), "on CUDA, record forward and backward once and replay it: Python code runs no more"
+    )
     accumulate: int = _setting(
         1, _Number(1, whole=True), "batches averaged into one step, each with its own noise"
     )

@@ -23,7 +23,8 @@ from pwfn.team import Team, team_for
 from pwfn.training import fit, steps_in
 from pwfn.watching import duration
 
-_ENOUGH_SECONDS = 3.0  # of timed steps; the first step, which warms up, counts only if it takes longer
+_ENOUGH_SECONDS = 3.0  # of timed steps
+_SLOW_SECONDS = 30.0  # the first step, which warms up, counts only where it takes so long
 _MOST_STEPS = 10
 
 
@@ -118,7 +119,7 @@ def _step_seconds(run: Run) -> float:
         )
 
     first = _seconds(step)
-    if first > _ENOUGH_SECONDS or run.team.world > 1:  # several processes could not agree how often
+    if first > _SLOW_SECONDS or run.team.world > 1:  # several processes could not agree how often
         return first
     timed: list[float] = []
     while len(timed) < _MOST_STEPS and sum(timed) < _ENOUGH_SECONDS:

@@ -19,7 +19,7 @@ from pwfn.fileformat import load
 from pwfn.inspection import inspect
 from pwfn.opening import check_classes, network_of, open_data, preparation_of
 from pwfn.options import RunOptions
-from pwfn.scoring import Objective, Scores, accuracy, evaluate
+from pwfn.scoring import Objective, Scores, accuracy, evaluate, evaluating
 from pwfn.team import Team, team_for
 
 _KEPT = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
@@ -75,10 +75,11 @@ def _ensemble(
     generator = torch.Generator().manual_seed(seed)
     tests = Source("test data", source.test, device)
     total: torch.Tensor | None = None
-    for _ in range(samples):
-        network.load_state_dict(compressed.sample(generator))
-        drawn = torch.cat([batch.through(network, "test data").softmax(1) for batch in tests.batches()])
-        total = drawn if total is None else total + drawn
+    with evaluating(network):
+        for _ in range(samples):
+            network.load_state_dict({**network.state_dict(), **compressed.sample(generator)})
+            drawn = torch.cat([batch.through(network, "test data").softmax(1) for batch in tests.batches()])
+            total = drawn if total is None else total + drawn
     if total is None:
         raise DataError(f"samples is {samples}: allowed is at least 1")
     targets = torch.cat([batch.target for batch in tests.batches()])

@@ -8,7 +8,8 @@ for x, y in loader:
     optimizer.step()
 
 The regulariser, the mask, the floor of sigma and the clipping are part of ``step``: the loss has no
-``net.penalty()``. Sigma's gradient is never stored, and a fixed weight is neither read nor written.
+``net.penalty()``. Sigma's gradient is never stored, and a fixed weight is neither read nor written, nor
+has it any state: an optimiser is of the mask that it was made with, and after ``net.fix`` comes a new one.
 Any torch optimiser on ``net.parameter_groups`` does the same in plain steps; a test compares them.
 """
 
@@ -30,7 +31,7 @@ from pwfn.posterior import GaussianNetwork
 class FlatOptimizer(ABC):
     """What the two optimisers share: the weights of a step, the gradient's norm, the other parameters."""
 
-    _vectors: ClassVar[tuple[str, ...]] = ()  # names of the state, each as long as the weights
+    _vectors: ClassVar[tuple[str, ...]] = ()  # names of the state, each with an entry for a free weight
 
     def __init__(
         self,
@@ -60,11 +61,15 @@ class FlatOptimizer(ABC):
         self.lr, self.sigma_lr = lr, lr if sigma_lr is None else sigma_lr
         self.weight_decay, self.clip_norm = weight_decay, clip_norm
         self.others = [p for p in net.model.parameters() if p.requires_grad]
-        self.state = {name: torch.zeros_like(net.free_mu, requires_grad=False) for name in self._vectors}
-        self._values = torch.empty_like(net.free_mu, dtype=dtype or net.free_mu.dtype, requires_grad=False)
-        self._gradient = torch.empty_like(self._values)
-        self._parts = self._cut(self._gradient)
-        self._leaves = [nn.Parameter(part) for part in self._cut(self._values)]
+        self._mask, self._version = net.fixed, net.fixed._version
+        self._offsets = ops.free_offsets(net.fixed)
+        free, mu = int((~net.fixed).sum()), net.free_mu.detach()
+        self.state = {name: mu.new_zeros(free) for name in self._vectors}
+        self._values = torch.empty_like(mu, dtype=dtype)
+        pieces = self._values.split([entry.size for entry in net.layout.entries])
+        shapes = [entry.shape for entry in net.layout.entries]
+        self._leaves = [nn.Parameter(p.view(shape)) for p, shape in zip(pieces, shapes, strict=True)]
+        self._one = torch.ones((), device=mu.device)  # the scale of a gradient that is not clipped
         self._other = self._optimizer_of_others() if self.others else None
 
     @property
@@ -76,39 +81,60 @@ class FlatOptimizer(ABC):
     def drawn(self) -> Iterator[None]:
         """Within the block the network has the weights of this step, and backward finds them."""
         net = self.net
-        with torch.no_grad():
-            self._values.copy_(
-                ops.draw(
-                    net.free_mu.detach(),
-                    net.free_sigma.detach(),
-                    net.fixed,
-                    net.fixed_mu,
-                    net.fixed_sigma,
-                    seed=self.seed,
-                    step=self.count,
-                    noise_on_fixed=net.config.posterior.noise_on_fixed,
-                    dtype=self._values.dtype,
-                )
-            )
+        self._check_mask()
+        ops.draw_(
+            self._values,
+            net.free_mu,
+            net.free_sigma,
+            net.fixed,
+            net.fixed_mu,
+            net.fixed_sigma,
+            seed=self.seed,
+            step=self.count,
+            noise_on_fixed=net.config.posterior.noise_on_fixed,
+        )
         with net.placed(self._leaves):
             yield
 
     @torch.no_grad()
-    def step(self) -> Tensor:
-        """Step, and return the norm of the task's gradient, on the device, before it was clipped."""
-        self._collect()
+    def collect(self) -> Tensor:
+        """The gradients that backward left with the pieces, as one vector; the pieces' own are dropped.
+
+        It is made here and not kept: in the forward pass, when memory is scarcest, there is no gradient.
+        """
+        gradients = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        unused = any(gradient is None for gradient in gradients)  # a layer that this step did not go through
+        whole = torch.zeros_like(self._values) if unused else torch.empty_like(self._values)
+        parts = torch._C._nn.unflatten_dense_tensors(whole, list(self._leaves))
+        found = [(part, g) for part, g in zip(parts, gradients, strict=True) if g is not None]
+        if found:
+            torch._foreach_copy_([part for part, _ in found], [g for _, g in found])
+        return whole
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor | None = None) -> Tensor:
+        """Step, and return the norm of the task's gradient, on the device, before it was clipped.
+
+        The gradient is the one that backward left, or the one given, as :meth:`collect` gave it.
+        """
+        self._check_mask()
+        if gradient is None:
+            gradient = self.collect()
         at = {"seed": self.seed, "step": self.count}
-        squared = ops.grad_squared_norm(self._gradient, self.net.fixed, **at)
-        gradients = [p.grad for p in self.others if p.grad is not None]
-        if gradients:
-            squared = squared + nn.utils.get_total_norm(gradients).double().square()
+        squared = ops.grad_squared_norm(gradient, self.net.fixed, **at)
+        others = [p.grad for p in self.others if p.grad is not None]
+        if others:
+            total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(others)))
+            squared = torch.addcmul(squared, total, total)
         norm = squared.sqrt().float()
-        scale = torch.ones_like(norm)
+        scale = self._one
         if self.clip_norm is not None:
             scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
-            torch._foreach_mul_(gradients, scale) if gradients else None
+            torch._foreach_mul_(others, scale) if others else None
         self.count += 1
-        self._update(scale, at)
+        self._update(gradient, scale, at)
         if self._other is not None:
             self._other.step()
         return norm
@@ -124,31 +150,34 @@ class FlatOptimizer(ABC):
         return {"count": self.count, "seed": self.seed, "vectors": dict(self.state), "others": other}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What ``state_dict`` gave, copied."""
-        self.count, self.seed = state["count"], state["seed"]
+        """What ``state_dict`` gave, copied; of the same mask, so load the network before."""
         for name, vector in self.state.items():
-            vector.copy_(state["vectors"][name])
+            kept = state["vectors"][name]
+            if kept.shape != vector.shape:
+                raise WeightError(
+                    f"{name} is of {kept.numel():,} free weights, and the network has {vector.numel():,}: "
+                    "load the network's state first, then make the optimiser, then load its own"
+                )
+            vector.copy_(kept)
+        self.count, self.seed = state["count"], state["seed"]
         if self._other is not None:
             self._other.load_state_dict(state["others"])
 
-    def _cut(self, vector: Tensor) -> list[Tensor]:
-        entries = self.net.layout.entries
-        pieces = vector.split([entry.size for entry in entries])
-        return [piece.view(entry.shape) for entry, piece in zip(entries, pieces, strict=True)]
+    def _check_mask(self) -> None:
+        """State lies by the mask; another mask, and it would be that of other weights."""
+        fixed = self.net.fixed
+        if fixed is not self._mask or fixed._version != self._version:
+            raise WeightError(
+                "weights were fixed, loaded or moved since the optimiser was made: make a new one after that"
+            )
 
-    def _collect(self) -> None:
-        """The gradients of the pieces, as one vector."""
-        used = [(part, leaf.grad) for part, leaf in zip(self._parts, self._leaves, strict=True)]
-        if any(gradient is None for _, gradient in used):
-            self._gradient.zero_()  # a layer that this step did not go through
-        found = [(part, gradient) for part, gradient in used if gradient is not None]
-        if found:
-            torch._foreach_copy_([part for part, _ in found], [gradient for _, gradient in found])
-        for leaf in self._leaves:
-            leaf.grad = None
+    @property
+    def _fused(self) -> bool | None:
+        """Torch's one kernel for the uncompressed parameters, where it has one; else its own choice."""
+        return all(p.is_cuda and p.is_floating_point() for p in self.others) or None
 
     @abstractmethod
-    def _update(self, scale: Tensor, at: dict[str, int]) -> None:
+    def _update(self, gradient: Tensor, scale: Tensor, at: dict[str, int]) -> None:
         """Step mu and sigma."""
 
     @abstractmethod
@@ -173,15 +202,16 @@ class FlatSGD(FlatOptimizer):
         self.momentum = momentum
         super().__init__(net, **options)
 
-    def _update(self, scale: Tensor, at: dict[str, int]) -> None:
+    def _update(self, gradient: Tensor, scale: Tensor, at: dict[str, int]) -> None:
         posterior = self.net.config.posterior
         ops.sgd_(
             self.net.free_mu,
             self.net.free_sigma,
             self.state["momentum_mu"],
             self.state["momentum_sigma"],
-            self._gradient,
+            gradient,
             self.net.fixed,
+            self._offsets,
             scale,
             lr=self.lr,
             sigma_lr=self.sigma_lr,
@@ -194,7 +224,11 @@ class FlatSGD(FlatOptimizer):
 
     def _optimizer_of_others(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(
-            self.others, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay
+            self.others,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            fused=self._fused,
         )
 
 
@@ -209,7 +243,7 @@ class FlatAdamW(FlatOptimizer):
         self.betas = betas
         super().__init__(net, **options)
 
-    def _update(self, scale: Tensor, at: dict[str, int]) -> None:
+    def _update(self, gradient: Tensor, scale: Tensor, at: dict[str, int]) -> None:
         posterior = self.net.config.posterior
         ops.adamw_(
             self.net.free_mu,
@@ -218,8 +252,9 @@ class FlatAdamW(FlatOptimizer):
             self.state["mean_sigma"],
             self.state["square_mu"],
             self.state["square_sigma"],
-            self._gradient,
+            gradient,
             self.net.fixed,
+            self._offsets,
             scale,
             lr=self.lr,
             sigma_lr=self.sigma_lr,
@@ -233,4 +268,10 @@ class FlatAdamW(FlatOptimizer):
         )
 
     def _optimizer_of_others(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.others, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(
+            self.others,
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            fused=self._fused,
+        )

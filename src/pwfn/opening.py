@@ -36,7 +36,8 @@ def opened(options: RunOptions, config: Config, team: Team) -> Opened:
     """The network and the data of a run; labels are checked against the network's outputs."""
     model, preparation, classes, digest = _network(options)
     source = open_data(options, preparation, config.seed, team)
-    check_classes(model.to(team.device), source, team.device)
+    advice = "for another number of outputs say --classes"
+    check_classes(model.to(team.device), source, team.device, advice)
     identity = {
         "model": {"name": options.model, "weights": digest},
         "data": {"content": source.fingerprint, "batch_size": options.batch_size},
@@ -110,12 +111,12 @@ def open_data(options: RunOptions, preparation: DataConfig, seed: int, team: Tea
 
 
 @torch.no_grad()
-def check_classes(model: nn.Module, source: Data, device: torch.device) -> None:
+def check_classes(model: nn.Module, source: Data, device: torch.device, advice: str = "") -> None:
     """Labels against what the model gives for one example, before hours are spent on it."""
     was_training = model.training
     for batch in Source("test data", source.test, device).batches():
         output = batch.first(1).through(model.eval(), "test data, batch 1")
         if isinstance(output, torch.Tensor) and output.dim() == 2:
-            source.check_labels(output.shape[1])
+            source.check_labels(output.shape[1], advice)
         break
     model.train(was_training)

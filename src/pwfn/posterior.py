@@ -189,10 +189,9 @@ class GaussianNetwork(nn.Module):
 
         For an optimiser that draws the weights itself (:mod:`pwfn.flat`): nothing is drawn here.
         """
-        given = dict(zip((entry.name for entry in self.layout.entries), weights, strict=True))
         try:
-            for owner, leaf, name in self._slots:
-                owner._parameters[leaf] = given[name]
+            for owner, leaf, number in self._slots:
+                owner._parameters[leaf] = weights[number]
             self._is_placed = True
             yield
         finally:
@@ -384,14 +383,14 @@ def _places(model: nn.Module, layout: Layout) -> list[str]:
     return list(places.values())
 
 
-def _slots(model: nn.Module, layout: Layout) -> list[tuple[nn.Module, str, str]]:
-    """Every place of a weight: the module, the parameter's name there, and its entry's name."""
-    slots: dict[tuple[int, str], tuple[nn.Module, str, str]] = {}
-    for entry in layout.entries:
+def _slots(model: nn.Module, layout: Layout) -> list[tuple[nn.Module, str, int]]:
+    """Every place of a weight: the module, the parameter's name there, and the number of its entry."""
+    slots: dict[tuple[int, str], tuple[nn.Module, str, int]] = {}
+    for number, entry in enumerate(layout.entries):
         for name in (entry.name, *entry.aliases):
             layer, _, leaf = name.rpartition(".")
             owner = model.get_submodule(layer)
-            slots.setdefault((id(owner), leaf), (owner, leaf, entry.name))
+            slots.setdefault((id(owner), leaf), (owner, leaf, number))
     return list(slots.values())
 
 

@@ -260,7 +260,10 @@ def _is_before(line: Mapping[str, Any], moment: _Moment) -> bool:
 
 
 def _prepare(folder: Path, resume: bool) -> None:
-    used = any((folder / "checkpoints").glob("checkpoint-*.pt")) or (folder / "model.pwfn").exists()
+    try:
+        used = any((folder / "checkpoints").glob("checkpoint-*.pt")) or (folder / "model.pwfn").exists()
+    except OSError as error:  # a folder of somebody else's
+        raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
     if used and not resume:
         raise FileError(f"{folder}: holds a run already: go on with it by --resume, or name another folder")
     for path in (folder, folder / "checkpoints"):

@@ -19,6 +19,7 @@ from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import ConfigError, DataError, DivergedError, TooLargeError, cause
 from pwfn.flat import FlatOptimizer
 from pwfn.posterior import GaussianNetwork
+from pwfn.recorded import RecordedStep
 from pwfn.scoring import Objective, autocast, evaluating, largest_that_fits
 from pwfn.team import Team
 
@@ -125,16 +126,26 @@ class _FlatStepper:
         self.optimizer, self.team = optimizer, team
         self.scaler = torch.amp.GradScaler(net.free_mu.device.type, enabled=False)
         self.done = 0
+        self._where = ""
+        graph = config.cuda_graph and net.free_mu.is_cuda
+        self._recorded = RecordedStep(optimizer, self._work) if graph else None
 
     def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
         """The loss of the step's batch, and the norm of the task's gradient."""
-        self.optimizer.zero_grad()
+        self._where = where
         batch = next(batches)
+        if self._recorded is not None:
+            with self.optimizer.drawn():
+                loss, gradient = self._recorded(batch, where)
+            return loss, self.optimizer.step(gradient)
+        self.optimizer.zero_grad()
         with self.optimizer.drawn():
-            loss = _gradients(
-                self.net, self.objective, self.config, self.scaler, batch, where, self.optimizer
-            )
+            loss = self._work(batch)
         return loss, self.optimizer.step()
+
+    def _work(self, batch: Batch) -> Tensor:
+        parts = self.net, self.objective, self.config, self.scaler, batch, self._where, self.optimizer
+        return _gradients(*parts)
 
 
 class _Stepper:

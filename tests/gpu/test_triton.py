@@ -29,15 +29,16 @@ from pwfn.ops import triton as kernels  # noqa: E402
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 SIZES = (1, 127, 1025, 4099)
-BLOCKS = (64, 512, 2048)
+BLOCKS = (64, 512, 1024, 2048)
+MASKS = {"none": 0.0, "some": 1 / 3, "all": 1.0}  # how many are fixed
 MANY = 200_001 if INTERPRETED else 10_000_001
 FLOOR = 2.0**-30
 SGD = (0.01, 0.02, 0.9, 1e-2, 2.0**-11, 0.05)  # lr, sigma_lr, momentum, weight_decay, alpha, cap
 ADAMW = (0.01, 0.002, 0.9, 0.999, 1e-8, 1e-2, 2.0**-11, 0.05)  # lr, sigma_lr, betas, epsilon, and as above
 
 
-def vectors(size: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Some weights, about a third of them fixed, and sigmas on both sides of the cap and at it."""
+def vectors(size: int, dtype: torch.dtype = torch.float32, share: float = 1 / 3) -> dict[str, Tensor]:
+    """Some weights, a share of them fixed, and sigmas on both sides of the cap and at it."""
     generator = torch.Generator().manual_seed(size)
     sigma = torch.rand(size, generator=generator) * 0.1
     sigma[::5] = 0.05
@@ -45,11 +46,17 @@ def vectors(size: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     made = {
         "free_mu": torch.randn(size, generator=generator),
         "free_sigma": sigma,
-        "fixed": torch.rand(size, generator=generator) < 1 / 3,
+        "fixed": torch.rand(size, generator=generator) < share,
         "fixed_mu": torch.randn(size, generator=generator),
         "fixed_sigma": torch.rand(size, generator=generator),
     }
     return {k: t.to(DEVICE) if k == "fixed" else t.to(DEVICE, dtype) for k, t in made.items()}
+
+
+def zeros_for(name: str, fixed: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """An optimiser's state at its start: zeros, one for each free weight."""
+    count, free = 2 if name == "sgd_" else 4, int((~fixed).sum())
+    return [torch.zeros(free, device=DEVICE, dtype=dtype) for _ in range(count)]
 
 
 def noise(size: int, seed: int, step: int, block: int = 8192) -> Tensor:
@@ -105,24 +112,30 @@ def test_the_noise_does_not_repeat_past_32_bits() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_launch_shape_does_not_matter(size: int) -> None:
-    v, grad = vectors(size), vectors(size)["fixed_mu"]
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_launch_shape_does_not_matter(size: int, mask: str) -> None:
+    v = vectors(size, share=MASKS[mask])
+    grad, fixed = v["fixed_mu"], v["fixed"]
     scale = torch.tensor(0.5, device=DEVICE)
     arguments = *v.values(), 3, 4, True, torch.float32
     assert torch.equal(noise(size + 1000, 3, 4)[:size], noise(size, 3, 4))
     drawn = [kernels.draw(*arguments, block=block) for block in BLOCKS]
     assert all(torch.equal(drawn[0], other) for other in drawn[1:])
-    backward = [torch.stack(kernels.draw_backward(grad, v["fixed"], 3, 4, block=block)) for block in BLOCKS]
+    backward = [torch.stack(kernels.draw_backward(grad, fixed, 3, 4, block=block)) for block in BLOCKS]
     assert all(torch.equal(backward[0], other) for other in backward[1:])
     for name in ("sgd_", "adamw_"):
         results = []
         for block in BLOCKS:
-            state = [v["free_mu"].clone(), v["free_sigma"].clone()]
-            state += [torch.zeros_like(grad) for _ in range(2 if name == "sgd_" else 4)]
-            numbers: tuple[Any, ...] = SGD if name == "sgd_" else (*ADAMW, 1)
-            getattr(kernels, name)(*state, grad, v["fixed"], scale, *numbers, 3, 4, block=block)
-            results.append(torch.stack(state))
+            state = [v["free_mu"].clone(), v["free_sigma"].clone(), *zeros_for(name, fixed)]
+            offsets = ops.free_offsets(fixed, block)
+            for step in (4, 5):  # from zeros, and from what the first left
+                numbers: tuple[Any, ...] = SGD if name == "sgd_" else (*ADAMW, step - 3)
+                getattr(kernels, name)(*state, grad, fixed, offsets, scale, *numbers, 3, step, block=block)
+            results.append(torch.cat(state))
         assert all(torch.equal(results[0], other) for other in results[1:])
+    # The norm alone is a sum, taken by blocks: equal to the rounding of float32, not to the bit.
+    norms = [kernels.grad_squared_norm(grad, fixed, 3, 4, block=block).item() for block in BLOCKS]
+    assert norms == pytest.approx([norms[0]] * len(BLOCKS), rel=1e-6)
 
 
 # The interpreter cuts a bfloat16 off where a GPU rounds it; one unit in the last place covers both.
@@ -213,15 +226,13 @@ def new_weights(name: str, state: list[Tensor], grad: Tensor, scale: float, eps:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["sgd_", "adamw_"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype) -> None:
-    v = vectors(size)
-    fixed, free = v["fixed"], ~v["fixed"]
-    state = [v["free_mu"], v["free_sigma"]]
-    state += [
-        torch.full_like(fixed, 0.5, dtype=torch.float32) * fixed for _ in range(2 if name == "sgd_" else 4)
-    ]
-    before = [tensor.clone() for tensor in state]
-    oracle = [tensor.double() for tensor in state]
+@pytest.mark.parametrize("mask", MASKS)
+def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype, mask: str) -> None:
+    v = vectors(size, share=MASKS[mask])
+    fixed, free, offsets = v["fixed"], ~v["fixed"], ops.free_offsets(v["fixed"])
+    weights, state = [v["free_mu"], v["free_sigma"]], zeros_for(name, fixed)
+    before = [tensor.clone() for tensor in weights]
+    oracle = [tensor.double() for tensor in weights] + [torch.zeros(size).to(DEVICE).double() for _ in state]
     generator = torch.Generator().manual_seed(0)
     for step in range(5):
         grad = torch.randn(size, generator=generator).to(DEVICE, dtype)
@@ -229,24 +240,36 @@ def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype) -> N
         scale = 1.0 / (1 + step)
         numbers: tuple[Any, ...] = SGD if name == "sgd_" else (*ADAMW, step + 1)
         device_scale = torch.tensor(scale, device=DEVICE)
-        getattr(kernels, name)(*state, grad, fixed, device_scale, *numbers, 8, step)
+        getattr(kernels, name)(*weights, *state, grad, fixed, offsets, device_scale, *numbers, 8, step)
         new_weights(name, oracle, grad.double(), scale, noise(size, 8, step).double(), step + 1)
-        for ours, theirs in zip(state, oracle, strict=True):
-            assert torch.allclose(ours.double()[free], theirs[free], rtol=2e-5, atol=1e-6)
-    for now, then in zip(state, before, strict=True):
+        ours = [*(tensor[free] for tensor in weights), *state]
+        for one, other in zip(ours, oracle, strict=True):
+            assert torch.allclose(one.double(), other[free], rtol=2e-5, atol=1e-6)
+    for now, then in zip(weights, before, strict=True):
         assert torch.equal(now[fixed], then[fixed])
-    assert not bool(free.any()) or bool((state[1][free] >= FLOOR).all())
+    assert not bool(free.any()) or bool((weights[1][free] >= FLOOR).all())
+
+
+def test_a_state_of_another_mask_is_not_written_past_its_end() -> None:
+    v = vectors(1025, share=0.0)
+    room = torch.zeros(2, 1025, device=DEVICE)
+    state = [row[:700] for row in room]
+    scale, offsets = torch.tensor(1.0, device=DEVICE), ops.free_offsets(v["fixed"])
+    kernels.sgd_(v["free_mu"], v["free_sigma"], *state, v["fixed_mu"], v["fixed"], offsets, scale, *SGD, 8, 0)
+    assert bool((room[:, :700] != 0).all())
+    assert not bool(room[:, 700:].any())
 
 
 def test_an_update_of_wide_parameters_is_wide() -> None:
     v = vectors(1025, torch.float64)
-    state = [v["free_mu"], v["free_sigma"], torch.zeros_like(v["free_mu"]), torch.zeros_like(v["free_mu"])]
-    oracle, free = [tensor.clone() for tensor in state], ~v["fixed"]
+    fixed, free = v["fixed"], ~v["fixed"]
+    weights, state = [v["free_mu"], v["free_sigma"]], zeros_for("sgd_", fixed, torch.float64)
+    oracle = [tensor.clone() for tensor in weights] + [torch.zeros_like(v["free_mu"]) for _ in state]
     one = torch.tensor(1.0, device=DEVICE, dtype=torch.float64)
-    kernels.sgd_(*state, v["fixed_mu"], v["fixed"], one, *SGD, 8, 0)
+    kernels.sgd_(*weights, *state, v["fixed_mu"], fixed, ops.free_offsets(fixed), one, *SGD, 8, 0)
     new_weights("sgd_", oracle, v["fixed_mu"], 1.0, noise(1025, 8, 0).double(), 1)
     # What is left is the rounding of the learning rate to float32.
-    assert torch.allclose(state[0][free], oracle[0][free], rtol=1e-9, atol=1e-9)
+    assert torch.allclose(weights[0][free], oracle[0][free], rtol=1e-9, atol=1e-9)
 
 
 def test_a_nan_in_sigma_is_not_hidden_by_the_floor() -> None:
@@ -254,6 +277,16 @@ def test_a_nan_in_sigma_is_not_hidden_by_the_floor() -> None:
     v["fixed"][:] = False
     v["free_sigma"][5] = torch.nan
     assert bool(kernels.draw(*v.values(), 0, 0, True, torch.float32)[5].isnan())
+
+
+def test_a_draw_into_a_vector_is_the_draw() -> None:
+    v = vectors(1025)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.empty(1025, device=DEVICE, dtype=dtype)
+        version = out._version
+        kernels.draw_(out, *v.values(), 3, 4, True)
+        assert torch.equal(out, kernels.draw(*v.values(), 3, 4, True, dtype))
+        assert out._version > version  # autograd is told
 
 
 def test_no_weights_are_no_work() -> None:
@@ -325,31 +358,38 @@ def test_the_kernels_are_what_a_cuda_tensor_gets() -> None:
 def test_opcheck(name: str) -> None:
     v = vectors(127)
     mu, sigma = v["free_mu"].requires_grad_(), v["free_sigma"].requires_grad_()
-    state = [torch.ones(127, device=DEVICE) for _ in range(6)]
+    weights = [torch.ones(127, device=DEVICE) for _ in range(2)]
     grad, scale = torch.ones(127, device=DEVICE), torch.tensor(0.5, device=DEVICE)
+    rest = grad, v["fixed"], ops.free_offsets(v["fixed"]), scale
+    fixed = v["fixed"], v["fixed_mu"], v["fixed_sigma"]
     cases: dict[str, tuple[Any, ...]] = {
-        "draw": (mu, sigma, v["fixed"], v["fixed_mu"], v["fixed_sigma"], 1, 2, True, torch.bfloat16),
+        "draw": (mu, sigma, *fixed, 1, 2, True, torch.bfloat16),
+        "draw_": (grad.bfloat16(), *weights, *fixed, 1, 2, True),
         "draw_backward": (grad.bfloat16(), v["fixed"], 1, 2),
         "grad_squared_norm": (grad, v["fixed"], 1, 2),
-        "sgd_": (*state[:4], grad, v["fixed"], scale, *SGD, 1, 2),
-        "adamw_": (*state, grad, v["fixed"], scale, *ADAMW, 1, 1, 2),
+        "sgd_": (*weights, *zeros_for("sgd_", v["fixed"]), *rest, *SGD, 1, 2),
+        "adamw_": (*weights, *zeros_for("adamw_", v["fixed"]), *rest, *ADAMW, 1, 1, 2),
     }
     done = torch.library.opcheck(getattr(torch.ops.pwfn, name).default, cases[name])
     assert set(done.values()) == {"SUCCESS"}
 
 
 @on_device
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_a_step_never_waits_for_the_device() -> None:
-    v, state = vectors(4099), [torch.zeros(4099, device=DEVICE) for _ in range(2)]
+    v = vectors(4099)
+    state, offsets = zeros_for("sgd_", v["fixed"]), ops.free_offsets(v["fixed"])
+    w = torch.empty(4099, device=DEVICE, dtype=torch.bfloat16)
     names = ("lr", "sigma_lr", "momentum", "weight_decay", "alpha", "cap")
     settings = dict(zip(names, SGD, strict=True))
     for mode in ("default", "error"):  # the first step compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            w = ops.draw(**v, seed=0, step=1, dtype=torch.bfloat16)
+            ops.draw_(w, *v.values(), seed=0, step=1)
             squared = ops.grad_squared_norm(w, v["fixed"], seed=0, step=1)
             scale = (1 / (squared.sqrt() + 1e-6)).clamp(max=1.0)
-            ops.sgd_(v["free_mu"], v["free_sigma"], *state, w, v["fixed"], scale, **settings, seed=0, step=1)
+            weights = v["free_mu"], v["free_sigma"]
+            ops.sgd_(*weights, *state, w, v["fixed"], offsets, scale, **settings, seed=0, step=1)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

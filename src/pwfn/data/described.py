@@ -102,22 +102,24 @@ class Data:
     class_names: tuple[str, ...] | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
-    def check_labels(self, classes: int) -> None:
+    def check_labels(self, classes: int, advice: str = "") -> None:
         """Refuse labels that a model with this many classes cannot give; a label outside is named.
 
-        Nothing is checked where the labels are not known beforehand (``python:`` sources).
+        Nothing is checked where the labels are not known beforehand (``python:`` sources). The
+        advice, where there is any, ends the sentence.
         """
+        advice = f": {advice}" if advice else ""
         if self.class_names is not None and len(self.class_names) > classes:
             raise DataError(
                 f"{self.name}: there are {len(self.class_names):,} class folders and the model has "
-                f"{classes:,} classes: {self.class_names[classes]!r} is the first without one"
+                f"{classes:,} classes: {self.class_names[classes]!r} is the first without one{advice}"
             )
         for name, labels in self.labels.items():
             outside = np.flatnonzero((labels < 0) | (labels >= classes))
             if len(outside):
                 raise DataError(
                     f"{self.name}: {name}[{outside[0]}] is {labels[outside[0]]}: the model has {classes:,} "
-                    f"classes, allowed is 0 to {classes - 1}"
+                    f"classes, allowed is 0 to {classes - 1}{advice}"
                 )
 
 

@@ -68,7 +68,10 @@ def open_source(spec: str, options: DataOptions | None = None) -> Data:
     source = SOURCES[kind]
     if (source.usage == kind) != (not colon) or (colon and not rest):
         raise DataError(f"data source {spec!r}: allowed is {source.usage}")
-    return source.open(spec, rest, options or DataOptions())
+    try:
+        return source.open(spec, rest, options or DataOptions())
+    except OSError as error:  # even to ask whether a file is there may be forbidden
+        raise DataError(f"data source {spec!r} cannot be read: {error.strerror or error}") from error
 
 
 def _unknown(spec: str, kind: str) -> str:

@@ -18,12 +18,13 @@ class DataConfig:
     """Normalisation, size and cropping of the images that a network was trained on.
 
     An image is scaled so that its shorter side is ``image_size / crop_pct``, the middle is cut out
-    at ``image_size``, and each channel becomes ``(x - mean) / std`` of x in [0, 1].
+    at ``image_size``, and each channel becomes ``(x - mean) / std`` of x in [0, 1]. Where the size is
+    not known, arrays are taken as they are, and files are brought to ImageNet's.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    image_size: int
+    image_size: int | None
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
 
@@ -38,6 +39,7 @@ class DataConfig:
 
 CIFAR = DataConfig((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 32)
 IMAGENET = DataConfig((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224, crop_pct=0.875)
+OTHER = replace(IMAGENET, image_size=None)
 DIGITS = DataConfig((0.0,), (1.0,), 8)
 
 
@@ -46,7 +48,7 @@ def data_config(name: str, model: nn.Module, metadata: Mapping[str, str] | None 
 
     ``metadata``, of the file its weights came from, has the first word on the normalisation
     (``normalize_mean``, ``normalize_std``). The rest, or all of it, is what timm says of its models,
-    CIFAR's for our own networks (none for digits), and ImageNet's for others.
+    CIFAR's for our own networks (none for digits), and for others ImageNet's at any size.
     """
     config = _usual(name, model)
     notes = metadata or {}
@@ -66,7 +68,7 @@ def _usual(name: str, model: nn.Module) -> DataConfig:
     if shape is not None:
         return CIFAR if shape == (3, 32, 32) else DIGITS
     if not getattr(model, "pretrained_cfg", None):
-        return IMAGENET
+        return OTHER
     ready_torchvision()
     from timm.data import resolve_model_data_config
 

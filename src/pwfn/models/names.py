@@ -77,7 +77,11 @@ def _from_file(name: str, **options: Any) -> nn.Module:
     path, _, function = name.removeprefix("python:").rpartition(":")
     if not path or not function:
         raise PwfnError(f"model {name!r} is not of the form python:FILE:FUNCTION")
-    if not Path(path).is_file():
+    try:
+        there = Path(path).is_file()
+    except OSError as error:  # even to ask may be forbidden
+        raise PwfnError(f"model {name!r}: cannot be read: {error.strerror or error}") from error
+    if not there:
         raise PwfnError(f"model {name!r}: there is no file {path}")
     try:
         found = runpy.run_path(path).get(function)

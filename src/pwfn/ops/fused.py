@@ -8,6 +8,10 @@ Any seed is independent of any other; ranks that are to draw differently take ``
 The reference and the kernels for CUDA draw from different generators: their noise has the same
 distribution, not the same bits. Each repeats itself exactly for the same seed and step. The kernels'
 noise does not depend on the vector's length or the launch; the reference's may on length and device.
+
+An optimiser's state is of the free weights alone, in their order: fixed ones need none. ``offsets``,
+of ``free_offsets(fixed)``, says where each block of weights finds its part; mask, offsets and state
+belong together, and a new mask needs new ones.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from pwfn.errors import WeightError
 from pwfn.ops import library
+from pwfn.ops.reference import BLOCK
 
 _LARGEST = 2**63
 
@@ -50,6 +55,31 @@ def draw(
     _check(vectors, fixed, seed, step)
     kind = free_mu.dtype if dtype is None else dtype
     return library.draw(free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, seed, step, noise_on_fixed, kind)
+
+
+@torch.no_grad()
+def draw_(
+    out: Tensor,
+    free_mu: Tensor,
+    free_sigma: Tensor,
+    fixed: Tensor,
+    fixed_mu: Tensor,
+    fixed_sigma: Tensor,
+    *,
+    seed: int,
+    step: int,
+    noise_on_fixed: bool = True,
+) -> None:
+    """The draw of ``draw``, into a vector that is there already, in its type; autograd sees none of it.
+
+    >>> zeros, fixed, out = torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.empty(3)
+    >>> draw_(out, torch.ones(3), zeros, fixed, zeros, zeros, seed=0, step=0)
+    >>> out.tolist()
+    [1.0, 1.0, 1.0]
+    """
+    vectors = {"free_mu": free_mu, "free_sigma": free_sigma, "fixed_mu": fixed_mu, "fixed_sigma": fixed_sigma}
+    _check({"out": out, **vectors}, fixed, seed, step)
+    library.draw_(out, free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, seed, step, noise_on_fixed)
 
 
 def draw_backward(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
@@ -89,6 +119,7 @@ def sgd_(
     momentum_sigma: Tensor,
     grad_w: Tensor,
     fixed: Tensor,
+    offsets: Tensor,
     scale: Tensor,
     *,
     lr: float,
@@ -105,24 +136,20 @@ def sgd_(
     ``g_mu = scale * g + weight_decay * mu`` and ``g_sigma = scale * g * eps - alpha * [sigma < cap]``,
     the last term being the gradient of ``alpha * sum max(0, cap - sigma)``, which is not scaled. Then
     for each ``m = momentum * m + its gradient`` and ``p = p - its rate * m``, and sigma is at least
-    2^-30. ``scale`` is a scalar on the device (clipping, unscaling of the loss). Zero momenta are a
-    fresh start. Where fixed, nothing at all is written.
+    2^-30. ``scale`` is a scalar on the device (clipping, unscaling of the loss). Zero momenta, one for
+    each free weight, are a fresh start. Where fixed, nothing at all is written.
 
-    >>> mu, sigma, m_mu, m_sigma = torch.ones(2), torch.ones(2), torch.zeros(2), torch.zeros(2)
+    >>> mu, sigma, fixed = torch.ones(2), torch.ones(2), torch.tensor([True, False])
+    >>> m_mu, m_sigma, offsets = torch.zeros(1), torch.zeros(1), torch.tensor([0])
     >>> rates = {"lr": 0.5, "sigma_lr": 0.25, "momentum": 0.9, "weight_decay": 0.0}
-    >>> g, fixed, half = torch.ones(2), torch.tensor([False, True]), torch.tensor(0.5)
-    >>> sgd_(mu, sigma, m_mu, m_sigma, g, fixed, half, **rates, alpha=0.0, cap=0.05, seed=0, step=0)
-    >>> mu.tolist(), m_mu.tolist(), sigma[1].item()
-    ([0.75, 1.0], [0.5, 0.0], 1.0)
+    >>> g, half = torch.ones(2), torch.tensor(0.5)
+    >>> sgd_(mu, sigma, m_mu, m_sigma, g, fixed, offsets, half, **rates, alpha=0.0, cap=0.05, seed=0, step=0)
+    >>> mu.tolist(), m_mu.tolist(), sigma[0].item()
+    ([1.0, 0.75], [0.5], 1.0)
     """
-    vectors = {
-        "free_mu": free_mu,
-        "free_sigma": free_sigma,
-        "momentum_mu": momentum_mu,
-        "momentum_sigma": momentum_sigma,
-    }
-    _check(vectors, fixed, seed, step)
+    _check({"free_mu": free_mu, "free_sigma": free_sigma}, fixed, seed, step)
     _check({"grad_w": grad_w}, fixed, seed, step, contiguous=False)
+    _check_state({"momentum_mu": momentum_mu, "momentum_sigma": momentum_sigma}, fixed, offsets)
     _check_scale(scale, fixed)
     library.sgd_(
         free_mu,
@@ -131,6 +158,7 @@ def sgd_(
         momentum_sigma,
         grad_w,
         fixed,
+        offsets,
         scale,
         lr,
         sigma_lr,
@@ -153,6 +181,7 @@ def adamw_(
     square_sigma: Tensor,
     grad_w: Tensor,
     fixed: Tensor,
+    offsets: Tensor,
     scale: Tensor,
     *,
     lr: float,
@@ -174,26 +203,25 @@ def adamw_(
     ``v = beta2 * v + (1 - beta2) * g^2`` and
     ``p = p - rate * m / (1 - beta1^count) / (sqrt(v / (1 - beta2^count)) + epsilon)``, and sigma is at
     least 2^-30. ``count`` is how many steps the means have seen with this one: 1 after a fresh start
-    from zeros. Where fixed, nothing at all is written.
+    from zeros, one for each free weight. Where fixed, nothing at all is written.
 
-    >>> mu, sigma = torch.ones(2), torch.ones(2)
-    >>> means = [torch.zeros(2) for _ in range(4)]
+    >>> mu, sigma, fixed = torch.ones(2), torch.ones(2), torch.tensor([True, False])
+    >>> means, offsets = [torch.zeros(1) for _ in range(4)], torch.tensor([0])
     >>> rates = {"lr": 0.5, "sigma_lr": 0.25, "weight_decay": 0.0, "alpha": 0.0, "cap": 0.05}
-    >>> g, fixed, one = torch.full((2,), 8.0), torch.tensor([False, True]), torch.tensor(1.0)
-    >>> adamw_(mu, sigma, *means, g, fixed, one, **rates, count=1, seed=0, step=0)
-    >>> round(mu[0].item(), 6), mu[1].item(), sigma[1].item()
-    (0.5, 1.0, 1.0)
+    >>> g, one = torch.full((2,), 8.0), torch.tensor(1.0)
+    >>> adamw_(mu, sigma, *means, g, fixed, offsets, one, **rates, count=1, seed=0, step=0)
+    >>> mu[0].item(), round(mu[1].item(), 6), sigma[0].item()
+    (1.0, 0.5, 1.0)
     """
-    vectors = {
-        "free_mu": free_mu,
-        "free_sigma": free_sigma,
+    state = {
         "mean_mu": mean_mu,
         "mean_sigma": mean_sigma,
         "square_mu": square_mu,
         "square_sigma": square_sigma,
     }
-    _check(vectors, fixed, seed, step)
+    _check({"free_mu": free_mu, "free_sigma": free_sigma}, fixed, seed, step)
     _check({"grad_w": grad_w}, fixed, seed, step, contiguous=False)
+    _check_state(state, fixed, offsets)
     _check_scale(scale, fixed)
     if count < 1:
         raise WeightError(f"count is {count}: the first step of AdamW is number 1")
@@ -206,6 +234,7 @@ def adamw_(
         square_sigma,
         grad_w,
         fixed,
+        offsets,
         scale,
         lr,
         sigma_lr,
@@ -239,6 +268,29 @@ def _check(
             raise WeightError(f"{name} is not a contiguous vector of floating-point numbers: make it one")
     if not (0 <= seed < _LARGEST and 0 <= step < _LARGEST):
         raise WeightError(f"seed {seed} and step {step} must lie between 0 and 2^63 - 1")
+
+
+def _check_state(state: dict[str, Tensor], fixed: Tensor, offsets: Tensor) -> None:
+    """What can be seen without waiting for the device; how many weights are free cannot."""
+    blocks = -(-fixed.numel() // BLOCK)
+    if offsets.shape != (blocks,) or offsets.dtype != torch.int64 or offsets.device != fixed.device:
+        raise WeightError(
+            f"offsets is {offsets.dtype} of shape {tuple(offsets.shape)} on {offsets.device}, and {blocks} "
+            f"int64 on {fixed.device} are needed: make it with free_offsets(fixed)"
+        )
+    first, *_ = state.values()
+    for name, vector in state.items():
+        if vector.dim() != 1 or vector.shape != first.shape or vector.device != fixed.device:
+            raise WeightError(
+                f"{name} has shape {tuple(vector.shape)} on {vector.device}: give vectors of one length, the "
+                f"number of free weights, on {fixed.device}"
+            )
+        if vector.numel() > fixed.numel():
+            raise WeightError(
+                f"{name} has {vector.numel():,} entries for {fixed.numel():,} weights: too many"
+            )
+        if not vector.is_floating_point() or not vector.is_contiguous():
+            raise WeightError(f"{name} is not a contiguous vector of floating-point numbers: make it one")
 
 
 def _check_scale(scale: Tensor, fixed: Tensor) -> None:

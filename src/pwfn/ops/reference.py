@@ -1,7 +1,8 @@
 """Plain torch, one line per formula: the truth that every kernel is compared with.
 
 The noise of a step is made anew wherever it is needed, from a generator seeded by (seed, step); it
-is never stored. Arithmetic is in float32, or in float64 where a vector is float64.
+is never stored. Arithmetic is in float32, or in float64 where a vector is float64. An optimiser's
+state (momenta and the like) is of the free weights alone, in their order.
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ import hashlib
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from pwfn.errors import WeightError
 
 SIGMA_FLOOR = 2.0**-30
 """The smallest sigma of a free weight."""
+
+BLOCK = 1024
+"""Weights that one program of a kernel looks after."""
 
 
 def sample(mu: Tensor, sigma: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -37,6 +44,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float64)
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def free_offsets(fixed: Tensor, block: int = BLOCK) -> Tensor:
+    """How many weights are free before each block of weights: where a block's state begins.
+
+    Counted once for a mask, so that no step has to count the weights before its own.
+
+    >>> free_offsets(torch.tensor([False, True, False, False, True]), block=2).tolist()
+    [0, 1, 3]
+    """
+    blocks = -(-fixed.numel() // block)
+    counts = F.pad(~fixed, (0, blocks * block - fixed.numel())).view(blocks, block).sum(1)
+    return counts.cumsum(0) - counts
 
 
 def generator_seed(seed: int, step: int) -> int:
@@ -83,6 +103,21 @@ def draw(
     return torch.addcmul(mu.to(wide(mu.dtype)), sigma.to(wide(mu.dtype)), eps).to(dtype)
 
 
+def draw_(
+    out: Tensor,
+    free_mu: Tensor,
+    free_sigma: Tensor,
+    fixed: Tensor,
+    fixed_mu: Tensor,
+    fixed_sigma: Tensor,
+    seed: int,
+    step: int,
+    noise_on_fixed: bool,
+) -> None:
+    """The same, into a vector that is there already, in its type."""
+    out.copy_(draw(free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, seed, step, noise_on_fixed, out.dtype))
+
+
 def draw_backward(grad_w: Tensor, fixed: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """``d/dmu = g`` and ``d/dsigma = g * eps``, zero where fixed."""
     eps = noise(grad_w.numel(), seed, step, grad_w.device)
@@ -103,6 +138,7 @@ def sgd_(
     momentum_sigma: Tensor,
     grad_w: Tensor,
     fixed: Tensor,
+    offsets: Tensor,
     scale: Tensor,
     lr: float,
     sigma_lr: float,
@@ -113,17 +149,20 @@ def sgd_(
     seed: int,
     step: int,
 ) -> None:
-    """``m = momentum * m + g``, ``p = p - lr * m``, for mu and sigma, where not fixed."""
+    """``m = momentum * m + g``, ``p = p - lr * m``, for mu and sigma, where not fixed.
+
+    The mask says all that ``offsets`` says; it is for kernels.
+    """
     mu, sigma, grad_mu, grad_sigma = _gradients(
         free_mu, free_sigma, grad_w, fixed, scale, alpha, cap, seed, step
     )
     grad_mu = grad_mu.add(mu, alpha=weight_decay)
-    new_momentum_mu = momentum_mu.to(mu.dtype).mul(momentum).add(grad_mu)
-    new_momentum_sigma = momentum_sigma.to(sigma.dtype).mul(momentum).add(grad_sigma)
+    new_momentum_mu = _spread(momentum_mu, fixed).to(mu.dtype).mul(momentum).add(grad_mu)
+    new_momentum_sigma = _spread(momentum_sigma, fixed).to(sigma.dtype).mul(momentum).add(grad_sigma)
     _write(free_mu, mu.add(new_momentum_mu, alpha=-lr), fixed)
     _write(free_sigma, _floored(sigma.add(new_momentum_sigma, alpha=-sigma_lr)), fixed)
-    _write(momentum_mu, new_momentum_mu, fixed)
-    _write(momentum_sigma, new_momentum_sigma, fixed)
+    _keep(momentum_mu, new_momentum_mu, fixed)
+    _keep(momentum_sigma, new_momentum_sigma, fixed)
 
 
 def adamw_(
@@ -135,6 +174,7 @@ def adamw_(
     square_sigma: Tensor,
     grad_w: Tensor,
     fixed: Tensor,
+    offsets: Tensor,
     scale: Tensor,
     lr: float,
     sigma_lr: float,
@@ -157,13 +197,14 @@ def adamw_(
         (free_mu, mu, mean_mu, square_mu, grad_mu, lr),
         (free_sigma, sigma, mean_sigma, square_sigma, grad_sigma, sigma_lr),
     ):
-        new_mean = mean.to(grad.dtype).lerp(grad, 1 - beta1)
-        new_square = square.to(grad.dtype).mul(beta2).addcmul(grad, grad, value=1 - beta2)
+        new_mean = _spread(mean, fixed).to(grad.dtype).lerp(grad, 1 - beta1)
+        new_square = _spread(square, fixed).to(grad.dtype).mul(beta2)
+        new_square = new_square.addcmul(grad, grad, value=1 - beta2)
         root = new_square.sqrt().div((1 - beta2**count) ** 0.5).add(epsilon)
         new = value.addcdiv(new_mean, root, value=-rate / (1 - beta1**count))
         _write(stored, _floored(new) if stored is free_sigma else new, fixed)
-        _write(mean, new_mean, fixed)
-        _write(square, new_square, fixed)
+        _keep(mean, new_mean, fixed)
+        _keep(square, new_square, fixed)
 
 
 def _gradients(
@@ -197,3 +238,20 @@ def _floored(sigma: Tensor) -> Tensor:
 def _write(stored: Tensor, value: Tensor, fixed: Tensor) -> None:
     """The new value where free; where fixed the stored bits, whatever they are."""
     stored.copy_(torch.where(fixed, stored, value.to(stored.dtype)))
+
+
+def _spread(state: Tensor, fixed: Tensor) -> Tensor:
+    """A vector of the free weights as one of all weights, zero where fixed."""
+    free = ~fixed
+    count = int(free.sum())
+    if state.shape != (count,):
+        raise WeightError(
+            f"a vector of the state has shape {tuple(state.shape)}: needed is one entry for each of the "
+            f"{count:,} free weights; was a weight fixed since it was made?"
+        )
+    return torch.zeros(fixed.shape, dtype=state.dtype, device=state.device).masked_scatter(free, state)
+
+
+def _keep(state: Tensor, value: Tensor, fixed: Tensor) -> None:
+    """The free weights' part of a vector."""
+    state.copy_(value[~fixed])

@@ -5,7 +5,12 @@ The noise of weight i comes from Philox 4x32-10 with the seed as key and (i // 4
 steps of a seed share a counter. The four words of a counter become the noise of four neighbours by
 Box–Muller. Offsets are 64-bit; a grid ends at 2^31 - 1 programs, so that a vector may have up to
 2^41 elements at the default block. A fixed weight's entries of the vectors that are trained are
-neither read nor written.
+neither read nor written. Their state has no entry for it: a program finds its part by the number of
+free weights before its block, given, and each weight its entry by those before it within the block.
+
+Bits do not depend on the launch, save the last ones of the norm, whose sum is taken by blocks. To that
+end a multiplication and an addition are one operation where the code says ``fma``, and nowhere else:
+left to itself the compiler joins some and not others, as the block's size suits it.
 
 Coefficients (learning rates and the like) reach a kernel as float32, also where it computes in float64.
 """
@@ -20,17 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from pwfn.ops.reference import SIGMA_FLOOR, wide
+from pwfn.ops.reference import BLOCK, SIGMA_FLOOR, wide
 
 try:  # It comes with torch's CUDA builds only, and brings no types.
     import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 except ImportError:  # library.py registers none of this then; the module still opens, for its reader
     triton = None
-
-BLOCK = 1024
-"""Elements of a program, a power of two from 4 on; only the last bits of the norm depend on it."""
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -44,7 +47,7 @@ def _jit(function: Callable[..., Any]) -> Any:
         return function
     parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
     names = [name for name in parameters if not name.isupper()]  # the others are constants
-    numbers = [name for name in names if name in ("n", "seed", "step")]
+    numbers = [name for name in names if name in ("n", "length", "seed", "step")]
     return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=names)
 
 
@@ -52,7 +55,7 @@ def _jit(function: Callable[..., Any]) -> Any:
 def _normal_pair(x, y):
     """Two normal numbers of two 32-bit words, ``sqrt(-2 ln u) * (cos, sin)(2 pi v)``; |.| <= 6.77."""
     # u = (x + 1/2) / 2^32 is never zero. Near one an approximate logarithm might come out positive.
-    u = x.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    u = tl.fma(x.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
     angle = y.to(tl.float32) * 1.4629180792671596e-09
     radius = tl.sqrt(tl.maximum(-2.0 * tl.log(u), 0.0))
     return radius * tl.cos(angle), radius * tl.sin(angle)
@@ -79,6 +82,16 @@ def _places(fixed, n, BLOCK: tl.constexpr):  # noqa: N803
     inside = at < n
     held = tl.load(fixed + at, mask=inside, other=0) != 0
     return start, at, held, inside & (held == 0)
+
+
+@_jit
+def _slots(offsets, free, length):
+    """The entries of this program's free weights in the state's vectors, and which of them there are.
+
+    All of them are there, unless the state is of another mask; it must not be written past its end.
+    """
+    slot = tl.load(offsets + tl.program_id(0)) + tl.cumsum(free.to(tl.int32), axis=0) - 1
+    return slot, free & (slot < length)
 
 
 @_jit
@@ -110,7 +123,7 @@ def _draw(
         sigma = tl.where(held, tl.load(fixed_sigma + at, mask=held, other=0.0).to(WIDE), sigma)
     else:
         sigma = tl.where(held, 0.0, sigma)
-    w = mu + sigma * _noise(seed, step, start, BLOCK)
+    w = tl.fma(sigma, _noise(seed, step, start, BLOCK), mu)
     tl.store(out + at, w, mask=held | free)
 
 
@@ -146,7 +159,7 @@ def _grad_squared_norm(
     start, at, _, free = _places(fixed, n, BLOCK)
     grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE)
     noise = _noise(seed, step, start, BLOCK)
-    tl.store(partial + tl.program_id(0), tl.sum(grad * grad * (1.0 + noise * noise), axis=0))
+    tl.store(partial + tl.program_id(0), tl.sum(grad * grad * tl.fma(noise, noise, 1.0), axis=0))
 
 
 @_jit
@@ -167,7 +180,7 @@ def _gradients(
     mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
     sigma = _floored(tl.load(free_sigma + at, mask=free, other=0.0).to(WIDE), floor)
     grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE) * tl.load(scale).to(WIDE)
-    return mu, sigma, grad, grad * noise - tl.where(sigma < cap, alpha, 0.0)
+    return mu, sigma, grad, tl.fma(grad, noise, -tl.where(sigma < cap, alpha, 0.0))
 
 
 @_jit
@@ -178,8 +191,10 @@ def _sgd(
     momentum_sigma,
     grad_w,
     fixed,
+    offsets,
     scale,
     n,
+    length,
     lr,
     sigma_lr,
     momentum,
@@ -193,18 +208,19 @@ def _sgd(
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     start, at, _, free = _places(fixed, n, BLOCK)
+    slot, free = _slots(offsets, free, length)
     noise = _noise(seed, step, start, BLOCK)
     mu, sigma, grad_mu, grad_sigma = _gradients(
         free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
     )
-    kept_mu = tl.load(momentum_mu + at, mask=free, other=0.0).to(WIDE)
-    kept_mu = momentum * kept_mu + (grad_mu + weight_decay * mu)
-    kept_sigma = tl.load(momentum_sigma + at, mask=free, other=0.0).to(WIDE)
-    kept_sigma = momentum * kept_sigma + grad_sigma
-    tl.store(momentum_mu + at, kept_mu, mask=free)
-    tl.store(momentum_sigma + at, kept_sigma, mask=free)
-    tl.store(free_mu + at, mu - lr * kept_mu, mask=free)
-    tl.store(free_sigma + at, _floored(sigma - sigma_lr * kept_sigma, floor), mask=free)
+    kept_mu = tl.load(momentum_mu + slot, mask=free, other=0.0).to(WIDE)
+    kept_mu = tl.fma(momentum, kept_mu, tl.fma(weight_decay, mu, grad_mu))
+    kept_sigma = tl.load(momentum_sigma + slot, mask=free, other=0.0).to(WIDE)
+    kept_sigma = tl.fma(momentum, kept_sigma, grad_sigma)
+    tl.store(momentum_mu + slot, kept_mu, mask=free)
+    tl.store(momentum_sigma + slot, kept_sigma, mask=free)
+    tl.store(free_mu + at, tl.fma(-lr, kept_mu, mu), mask=free)
+    tl.store(free_sigma + at, _floored(tl.fma(-sigma_lr, kept_sigma, sigma), floor), mask=free)
 
 
 @_jit
@@ -212,7 +228,7 @@ def _adam_step(
     mean,
     square,
     grad,
-    at,
+    slot,
     free,
     rate,
     root_bias,
@@ -222,12 +238,12 @@ def _adam_step(
     WIDE: tl.constexpr,  # noqa: N803
 ):
     """How far to go, ``rate * m / (sqrt(v) / root_bias + epsilon)``; m and v are stored."""
-    old_mean = tl.load(mean + at, mask=free, other=0.0).to(WIDE)
-    old_square = tl.load(square + at, mask=free, other=0.0).to(WIDE)
-    new_mean = old_mean + keep_mean * (grad - old_mean)
-    new_square = old_square + keep_square * (grad * grad - old_square)
-    tl.store(mean + at, new_mean, mask=free)
-    tl.store(square + at, new_square, mask=free)
+    old_mean = tl.load(mean + slot, mask=free, other=0.0).to(WIDE)
+    old_square = tl.load(square + slot, mask=free, other=0.0).to(WIDE)
+    new_mean = tl.fma(keep_mean, grad - old_mean, old_mean)
+    new_square = tl.fma(keep_square, tl.fma(grad, grad, -old_square), old_square)
+    tl.store(mean + slot, new_mean, mask=free)
+    tl.store(square + slot, new_square, mask=free)
     return rate * new_mean / (tl.sqrt(new_square) / root_bias + epsilon)
 
 
@@ -241,8 +257,10 @@ def _adamw(
     square_sigma,
     grad_w,
     fixed,
+    offsets,
     scale,
     n,
+    length,
     rate,
     sigma_rate,
     root_bias,
@@ -259,16 +277,17 @@ def _adamw(
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     start, at, _, free = _places(fixed, n, BLOCK)
+    slot, free = _slots(offsets, free, length)
     noise = _noise(seed, step, start, BLOCK)
     mu, sigma, grad_mu, grad_sigma = _gradients(
         free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
     )
-    mu = mu - decay * mu
+    mu = tl.fma(-decay, mu, mu)
     mu = mu - _adam_step(
         mean_mu,
         square_mu,
         grad_mu,
-        at,
+        slot,
         free,
         rate,
         root_bias,
@@ -281,7 +300,7 @@ def _adamw(
         mean_sigma,
         square_sigma,
         grad_sigma,
-        at,
+        slot,
         free,
         sigma_rate,
         root_bias,
@@ -309,11 +328,28 @@ def draw(
 ) -> Tensor:
     """See :func:`pwfn.ops.reference.draw`; equal in distribution to it, not in bits."""
     out = torch.empty_like(free_mu, dtype=dtype)
-    vectors = free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, out
-    _launch(
-        _draw, vectors, (SIGMA_FLOOR, seed, step), block, WIDE=free_mu.dtype, NOISE_ON_FIXED=noise_on_fixed
-    )
+    draw_(out, free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, seed, step, noise_on_fixed, block=block)
     return out
+
+
+def draw_(
+    out: Tensor,
+    free_mu: Tensor,
+    free_sigma: Tensor,
+    fixed: Tensor,
+    fixed_mu: Tensor,
+    fixed_sigma: Tensor,
+    seed: int,
+    step: int,
+    noise_on_fixed: bool,
+    *,
+    block: int = BLOCK,
+) -> None:
+    """See :func:`pwfn.ops.reference.draw_`."""
+    vectors = free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, out
+    numbers = free_mu.numel(), SIGMA_FLOOR, seed, step
+    _launch(_draw, vectors, numbers, block, WIDE=free_mu.dtype, NOISE_ON_FIXED=noise_on_fixed)
+    increment_version(out)
 
 
 def draw_backward(
@@ -323,7 +359,8 @@ def draw_backward(
     grad_w = grad_w.contiguous()  # the gradient of a sum is one number seen many times
     grad_mu = torch.empty_like(grad_w, dtype=wide(grad_w.dtype))
     grad_sigma = torch.empty_like(grad_mu)
-    _launch(_draw_backward, (grad_w, fixed, grad_mu, grad_sigma), (seed, step), block, WIDE=grad_w.dtype)
+    vectors = grad_w, fixed, grad_mu, grad_sigma
+    _launch(_draw_backward, vectors, (grad_w.numel(), seed, step), block, WIDE=grad_w.dtype)
     return grad_mu, grad_sigma
 
 
@@ -335,7 +372,8 @@ def grad_squared_norm(grad_w: Tensor, fixed: Tensor, seed: int, step: int, *, bl
     """
     grad_w = grad_w.contiguous()
     partial = torch.empty(-(-grad_w.numel() // block), dtype=torch.float64, device=grad_w.device)
-    _launch(_grad_squared_norm, (grad_w, fixed, partial), (seed, step), block, WIDE=grad_w.dtype)
+    numbers = grad_w.numel(), seed, step
+    _launch(_grad_squared_norm, (grad_w, fixed, partial), numbers, block, WIDE=grad_w.dtype)
     return partial.sum()
 
 
@@ -346,6 +384,7 @@ def sgd_(
     momentum_sigma: Tensor,
     grad_w: Tensor,
     fixed: Tensor,
+    offsets: Tensor,
     scale: Tensor,
     lr: float,
     sigma_lr: float,
@@ -358,10 +397,13 @@ def sgd_(
     *,
     block: int = BLOCK,
 ) -> None:
-    """See :func:`pwfn.ops.reference.sgd_`."""
-    vectors = free_mu, free_sigma, momentum_mu, momentum_sigma, grad_w.contiguous(), fixed, scale
-    numbers = lr, sigma_lr, momentum, weight_decay, alpha, cap, SIGMA_FLOOR, seed, step
-    _launch(_sgd, vectors, numbers, block, WIDE=free_mu.dtype)
+    """See :func:`pwfn.ops.reference.sgd_`; the offsets are of the same block."""
+    written = free_mu, free_sigma, momentum_mu, momentum_sigma
+    vectors = *written, grad_w.contiguous(), fixed, offsets, scale
+    sizes = free_mu.numel(), momentum_mu.numel()
+    rates = lr, sigma_lr, momentum, weight_decay, alpha, cap, SIGMA_FLOOR
+    _launch(_sgd, vectors, (*sizes, *rates, seed, step), block, WIDE=free_mu.dtype)
+    increment_version(written)
 
 
 def adamw_(
@@ -373,6 +415,7 @@ def adamw_(
     square_sigma: Tensor,
     grad_w: Tensor,
     fixed: Tensor,
+    offsets: Tensor,
     scale: Tensor,
     lr: float,
     sigma_lr: float,
@@ -388,21 +431,15 @@ def adamw_(
     *,
     block: int = BLOCK,
 ) -> None:
-    """See :func:`pwfn.ops.reference.adamw_`."""
-    vectors = (
-        free_mu,
-        free_sigma,
-        mean_mu,
-        mean_sigma,
-        square_mu,
-        square_sigma,
-        grad_w.contiguous(),
-        fixed,
-        scale,
-    )
+    """See :func:`pwfn.ops.reference.adamw_`; the offsets are of the same block."""
+    written = free_mu, free_sigma, mean_mu, mean_sigma, square_mu, square_sigma
+    vectors = *written, grad_w.contiguous(), fixed, offsets, scale
+    sizes = free_mu.numel(), mean_mu.numel()
     mean_bias, root_bias = 1 - beta1**count, (1 - beta2**count) ** 0.5
     rates = lr / mean_bias, sigma_lr / mean_bias, root_bias, 1 - beta1, 1 - beta2, epsilon, lr * weight_decay
-    _launch(_adamw, vectors, (*rates, alpha, cap, SIGMA_FLOOR, seed, step), block, WIDE=free_mu.dtype)
+    numbers = *sizes, *rates, alpha, cap, SIGMA_FLOOR, seed, step
+    _launch(_adamw, vectors, numbers, block, WIDE=free_mu.dtype)
+    increment_version(written)
 
 
 def _launch(
@@ -414,11 +451,15 @@ def _launch(
     WIDE: torch.dtype,  # noqa: N803 - the constants' names in the kernels
     **constants: Any,
 ) -> None:
-    """Run a kernel over the first vector's elements, on that vector's device."""
-    n = vectors[0].numel()
+    """Run a kernel over all weights, whose number is the first, on the first vector's device.
+
+    A program has a block of them, a power of two from 4 on.
+    """
+    n = numbers[0]
     if n == 0:
         return
-    pointers = [vector.view(torch.uint8) if vector.dtype == torch.bool else vector for vector in vectors]
     width = tl.float64 if wide(WIDE) == torch.float64 else tl.float32
     with torch.cuda.device_of(vectors[0]):
-        kernel[(-(-n // block),)](*pointers, n, *numbers, WIDE=width, BLOCK=block, **constants)
+        kernel[(-(-n // block),)](
+            *vectors, *numbers, WIDE=width, BLOCK=block, enable_fp_fusion=False, **constants
+        )

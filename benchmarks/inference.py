@@ -1,0 +1,337 @@
+"""How fast and how large: running from uint8 indices, against dense weights.
+
+    python benchmarks/inference.py [--quick] [--device cpu|cuda] [--tune]
+
+One JSON line a case, every time a median. ``ratio`` is our time over the rival's in the same run, below 1
+where we are faster; ``speedup`` is its inverse.
+
+Linear layers of 4096 × 4096, 14336 × 4096 and 4096 × 14336 (outputs × inputs), with 1, 4, 16 and 32 inputs
+at once, against ``F.linear`` with bf16 weights. On a GPU there are as many copies of a layer as exceed four
+times its L2 cache, and one after the other is called, so that every weight comes from memory. ``ours_s`` and
+``rival_s`` are the time of a call when all of them are captured in one CUDA graph: launches cost both
+the same there. ``ours_eager_s`` and ``rival_eager_s`` are that of calls from Python, one after the other.
+``variants_s`` has every kernel that fits (see ``pwfn.runtime.triton``); ``ours_s`` is the one that is chosen.
+Indices are drawn evenly from 256 values, the hardest case for look-ups; in one case, ``peaked``, half of all
+weights are at one value, as from training. ``floor_s`` is the time to read the indices at the rate of a large
+copy.
+``ours_bytes`` and ``rival_bytes`` are the weights'. ``difference`` is between both results, relative to their
+norm.
+
+A whole network, ResNet-18 for CIFAR-10 fixed in one round without training, bf16 and channels-last, with
+images one and 128 at a time: ``ours_bytes`` and ``rival_bytes`` are the most memory held during a call, with
+the weights. Its convolutions make their weights dense one at a time.
+
+``--tune`` prints the time of every program shape in ``GEMV_SHAPES`` and ``DOT_SHAPES`` instead. ``--quick``
+takes small layers, a small network and few repeats; on a CPU the reference looks a weight up before it
+multiplies, which is for memory, not for speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pwfn import GaussianNetwork, __version__
+from pwfn.models import create
+from pwfn.runtime import indexed_linear, memory_report
+
+LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
+INPUTS = (1, 4, 16, 32)
+VALUES = 256
+
+Call = Callable[[], Any]
+
+
+class Layers:
+    """Copies of one layer, as indices and as dense weights."""
+
+    def __init__(
+        self, rows: int, columns: int, inputs: int, copies: int, device: torch.device, peaked: bool = False
+    ) -> None:
+        dtype = torch.bfloat16
+        generator = torch.Generator(device).manual_seed(0)
+        shape = copies, rows, columns
+        indices = torch.randint(0, VALUES, shape, generator=generator, device=device, dtype=torch.uint8)
+        if peaked:
+            indices[torch.rand(shape, generator=generator, device=device) < 0.5] = VALUES // 2
+        self.indices = list(indices)
+        values = torch.randn(VALUES, generator=generator, device=device).sort().values
+        self.palette = (values / columns**0.5).to(dtype)
+        self.dense = [self.palette[index.int()] for index in self.indices]
+        self.x = torch.randn(inputs, columns, generator=generator, device=device).to(dtype)
+
+    def ours(self, **settings: Any) -> list[Call]:
+        """A call for each copy, by the operation, or by a kernel of a given variant or shape."""
+        if not settings:
+            return [partial(indexed_linear, self.x, index, self.palette) for index in self.indices]
+        from pwfn.runtime import triton as kernels
+
+        rows = self.palette[None]
+        call = kernels.indexed_linear
+        return [partial(call, self.x, index, rows, None, **settings) for index in self.indices]
+
+    def theirs(self) -> list[Call]:
+        """A call of ``F.linear`` for each copy."""
+        return [partial(F.linear, self.x, weight) for weight in self.dense]
+
+    def difference(self) -> float:
+        """Between the results, relative to their norm."""
+        ours, theirs = self.ours()[0]().double(), self.theirs()[0]().double()
+        return float((ours - theirs).norm() / theirs.norm())
+
+
+def run_all(calls: Sequence[Call]) -> None:
+    """One after the other."""
+    for call in calls:
+        call()
+
+
+def captured(calls: Sequence[Call]) -> Call:
+    """All calls as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run_all(calls)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_all(calls)
+    return graph.replay
+
+
+def elapsed_s(action: Call, device: torch.device) -> float:
+    """Seconds of one run, by the device's clock where it has one."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_event.record()
+    action()
+    end_event.record()
+    end_event.synchronize()
+    return start_event.elapsed_time(end_event) / 1000
+
+
+def medians_s(actions: dict[str, Call], device: torch.device, repeats: int) -> dict[str, float]:
+    """Median seconds of each, taken in turns so that all see the same machine."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(repeats + 2):  # the first two warm up
+        for name, action in actions.items():
+            seconds = elapsed_s(action, device)
+            if turn > 1:
+                times[name].append(seconds)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+class Bench:
+    """The cases on one device."""
+
+    def __init__(self, device: torch.device, quick: bool) -> None:
+        self.device, self.quick = device, quick
+        self.repeats = 5 if quick else 50
+        self.rate = self.copy_rate() if device.type == "cuda" else None
+
+    def copy_rate(self) -> float:
+        """Bytes a second, read and written, of a large copy."""
+        source = torch.empty(2**30, dtype=torch.uint8, device=self.device).random_()
+        target = torch.empty_like(source)
+        taken = medians_s({"copy": lambda: target.copy_(source)}, self.device, 10)["copy"]
+        return 2 * source.nbytes / taken
+
+    def copies(self, rows: int, columns: int) -> int:
+        """How many layers exceed four times the cache, as indices."""
+        if self.device.type == "cpu":
+            return 2
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return max(2, -(-4 * cache // (rows * columns)))
+
+    def times(self, lists: dict[str, list[Call]]) -> dict[str, float]:
+        """Seconds of one call of each list: all captured on a GPU, called on a CPU."""
+        on_gpu = self.device.type == "cuda"
+        actions = {k: captured(calls) if on_gpu else partial(run_all, calls) for k, calls in lists.items()}
+        count = len(next(iter(lists.values())))
+        return {k: s / count for k, s in medians_s(actions, self.device, self.repeats).items()}
+
+    def linear(self, rows: int, columns: int, inputs: int, peaked: bool = False) -> None:
+        """One layer from indices against the dense one."""
+        layers = Layers(rows, columns, inputs, self.copies(rows, columns), self.device, peaked)
+        lists = {"ours": layers.ours(), "rival": layers.theirs()}
+        lists |= {name: layers.ours(variant=name) for name in self.variants(inputs)}
+        taken = self.times(lists)
+        more: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            eager: dict[str, Call] = {k: partial(run_all, lists[k]) for k in ("ours", "rival")}
+            found = medians_s(eager, self.device, self.repeats)
+            more = {f"{k}_eager_s": round(s / len(lists[k]), 9) for k, s in found.items()}
+            more["variants_s"] = {k: round(s, 9) for k, s in taken.items() if k not in ("ours", "rival")}
+        if self.rate is not None:
+            more["floor_s"] = round(rows * columns / self.rate, 9)
+        index = layers.indices[0]
+        self.line(
+            f"linear {rows} × {columns}, {inputs} inputs{', peaked' if peaked else ''}",
+            (taken["ours"], taken["rival"]),
+            "F.linear, bf16 weights",
+            (index.nbytes + layers.palette.nbytes, layers.dense[0].nbytes),
+            difference=round(layers.difference(), 6),
+            **more,
+        )
+
+    def variants(self, inputs: int) -> list[str]:
+        """The kernels that can take so many inputs."""
+        if self.device.type == "cpu":
+            return []
+        few = ["gemv-table", "gemv-load"] if inputs <= 8 else []
+        return [*few, "dot-table", "dot-load", "dense"]
+
+    def tune(self, rows: int, columns: int, inputs: int) -> None:
+        """Every shape of program, fastest first."""
+        from pwfn.runtime import triton as kernels
+
+        layers = Layers(rows, columns, inputs, self.copies(rows, columns), self.device)
+        lists = {"F.linear": layers.theirs()}
+        settings: list[tuple[str, tuple[int, ...]]] = []
+        if inputs <= 8:
+            settings += [("gemv-table", shape) for shape in kernels.GEMV_SHAPES]
+        if inputs > 1:
+            settings += [("dot-table", shape) for shape in kernels.DOT_SHAPES]
+        for variant, shape in settings:
+            lists[f"{variant} {tuple(shape)}"] = layers.ours(variant=variant, shape=shape)
+        taken = dict(sorted(self.times(lists).items(), key=lambda item: item[1]))
+        facts = {
+            "case": f"tune, linear {rows} × {columns}, {inputs} inputs",
+            "speedup": {k: round(taken["F.linear"] / s, 3) for k, s in taken.items()},
+            "s": {k: round(s, 9) for k, s in taken.items()},
+        }
+        print(json.dumps(facts, ensure_ascii=False), flush=True)
+
+    def network(self, inputs: int) -> None:
+        """A whole network from indices against the dense one."""
+        name, dtype = "cifar_resnet20" if self.quick else "cifar_resnet18", torch.float32
+        if self.device.type == "cuda":
+            dtype = torch.bfloat16
+        torch.manual_seed(0)
+        network = GaussianNetwork(create(name).to(self.device))
+        network.fix(1.0)
+        compressed = network.finish()
+        form: dict[str, Any] = {"dtype": dtype, "memory_format": torch.channels_last}
+        x = torch.randn(inputs, 3, 32, 32, device=self.device).to(**form)
+        models: dict[str, nn.Module] = {}
+        peaks = []
+        for kind, weights in (("ours", "indices"), ("rival", "dense")):
+            model = compressed.apply_to(create(name).to(self.device), weights=weights)
+            models[kind] = model.eval().to(**form)
+        with torch.inference_mode():
+            for model in models.values():
+                peaks.append(self.peak_bytes(model, x))
+            difference = (models["ours"](x) - models["rival"](x)).norm() / models["rival"](x).norm()
+            taken = self.times({kind: [partial(model, x)] for kind, model in models.items()})
+        report = memory_report(models["ours"])
+        self.line(
+            f"network {name}, {inputs} images",
+            (taken["ours"], taken["rival"]),
+            "the same network, dense",
+            (peaks[0], peaks[1]),
+            values=compressed.codebook.numel(),
+            resident_bytes=report.resident_bytes,
+            dense_resident_bytes=report.dense_bytes,
+            largest_transient_bytes=report.largest_transient_bytes,
+            difference=round(float(difference), 6),
+        )
+
+    def peak_bytes(self, model: nn.Module, x: Tensor) -> int:
+        """The most memory that model and call take; on a CPU the weights' part of it."""
+        if self.device.type == "cpu":
+            report = memory_report(model)
+            return report.resident_bytes + report.largest_transient_bytes
+        model.cpu()  # away with its own bytes, which are to count
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model.to(self.device)
+        model(x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        model(x)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def line(
+        self, case: str, seconds: tuple[float, float], rival: str, size: tuple[int, int], **more: Any
+    ) -> None:
+        """Print one case."""
+        ours, theirs = seconds
+        facts = {
+            "case": f"inference, {case}",
+            "ratio": round(ours / theirs, 4),
+            "speedup": round(theirs / ours, 3),
+            "ours_s": round(ours, 9),
+            "rival_s": round(theirs, 9),
+            "rival": rival,
+            "ours_bytes": size[0],
+            "rival_bytes": size[1],
+            **more,
+            "device": device_name(self.device),
+            "versions": versions(),
+        }
+        print(json.dumps(facts, ensure_ascii=False), flush=True)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Of everything that is timed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "pwfn": __version__}
+    if "triton" in sys.modules:
+        found["triton"] = sys.modules["triton"].__version__
+    return found
+
+
+def main() -> int:
+    """Run all cases of a device."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small layers and network, few repeats")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU, where there is one, unless told")
+    parser.add_argument("--tune", action="store_true", help="time every shape of program instead (GPU)")
+    arguments = parser.parse_args()
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(arguments.device or found)
+    if arguments.tune and device.type == "cpu":
+        parser.error("--tune needs a GPU")
+    bench = Bench(device, arguments.quick)
+    small = arguments.quick or device.type == "cpu"
+    layers = ((512, 512), (1024, 512)) if small else LAYERS
+    for rows, columns in layers:
+        for inputs in INPUTS[:2] if small else INPUTS:
+            bench.tune(rows, columns, inputs) if arguments.tune else bench.linear(rows, columns, inputs)
+    if not arguments.tune:
+        bench.linear(*layers[0], inputs=1, peaked=True)
+        for images in (1, 4) if small else (1, 128):
+            bench.network(images)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

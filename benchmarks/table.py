@@ -1,0 +1,84 @@
+"""Write the tables of docs/performance.md from the lines in benchmarks/results.
+
+    python benchmarks/step.py >> benchmarks/results/step_h200.jsonl     and the like, on each machine
+    python benchmarks/table.py            rewrite the block between the two marks
+    python benchmarks/table.py --check    exit 1 if the page is not up to date
+
+A later line of the same case, rival and device replaces an earlier one. A line without a ratio (a profile) is
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+START, END = "<!-- made by benchmarks/table.py -->", "<!-- end of what benchmarks/table.py made -->"
+HEAD = (
+    "| case | rival | ours | rival's | ratio | memory, ours | memory, rival's | device |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def lines() -> list[dict[str, Any]]:
+    """Every case once, in the order of files and lines."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            facts = json.loads(text)
+            if facts.get("ratio") is not None:
+                found[facts["case"], facts["rival"], facts["device"]] = facts
+    return list(found.values())
+
+
+def seconds(value: float | None) -> str:
+    """A time in the unit that suits it."""
+    if value is None:
+        return "–"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def size(value: float | None) -> str:
+    """Bytes in megabytes; nothing for none."""
+    return f"{value / 1e6:,.1f} MB" if value else "–"
+
+
+def table() -> str:
+    """The block between the marks."""
+    rows = [
+        f"| {facts['case']} | {facts['rival']} | {seconds(facts['ours_s'])} | {seconds(facts['rival_s'])} | "
+        f"{facts['ratio']:.2f} | {size(facts.get('ours_bytes'))} | {size(facts.get('rival_bytes'))} | "
+        f"{facts['device']} |"
+        for facts in lines()
+    ]
+    versions = sorted({f"{facts['device']}: torch {facts['versions']['torch']}" for facts in lines()})
+    return "\n".join([START, HEAD, *rows, "", *(f"{line}  " for line in versions), END])
+
+
+def main() -> int:
+    """Rewrite the page, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only tell whether the page is up to date")
+    options = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    made = before + table() + after
+    if options.check:
+        if made != text:
+            print(f"{PAGE.name} is not up to date: run python benchmarks/table.py", file=sys.stderr)
+        return int(made != text)
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

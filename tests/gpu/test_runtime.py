@@ -1,0 +1,242 @@
+"""The kernels that look weights up: against plain torch in float64.
+
+Runs on a CUDA device, and with TRITON_INTERPRET=1 on the CPU; skipped elsewhere. The interpreter has no
+assembly: there a variant with a table reads the palette from memory instead, all else being the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+triton = pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from pwfn import Compressed, Layout, WeightError  # noqa: E402 - after the skips
+from pwfn.layout import untouched  # noqa: E402
+from pwfn.runtime import IndexedLinear, indexed_linear, library, memory_report, reference  # noqa: E402
+from pwfn.runtime import triton as kernels  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_device = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+BATCHES = (1, 3, 17, 32)
+COLUMNS = (16, 1024, 1040, 4112)  # some no multiple of a block
+ODD_COLUMNS = (1, 127, 1025)
+NARROW = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)  # its dot knows no bfloat16
+
+# Relative to the norm of the result: the sums are in float32, the results are rounded to their own type.
+# A bfloat16 is rounded on a GPU, and cut off in the interpreter.
+CLOSE = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
+
+
+def drawn(
+    inputs: int, rows: int, columns: int, dtype: torch.dtype, size: int = 256, parts: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(inputs + 10 * rows + 100 * columns)
+    x = torch.randn(inputs, columns, generator=generator).to(DEVICE, dtype)
+    indices = torch.randint(0, size, (rows, columns), generator=generator).to(DEVICE, torch.uint8)
+    palettes = torch.randn(parts, size, generator=generator).to(DEVICE, dtype)
+    return x, indices, palettes, torch.randn(rows, generator=generator).to(DEVICE, dtype)
+
+
+def check(made: Tensor, x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None) -> None:
+    wide = None if bias is None else bias.double()
+    wanted = reference.indexed_linear(x.double(), indices, palettes.double(), wide)
+    assert made.dtype == x.dtype
+    assert made.shape == wanted.shape
+    error = (made.double() - wanted).norm() / wanted.norm()
+    assert error < CLOSE[x.dtype], error
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_products_from_the_table(inputs: int, columns: int, dtype: torch.dtype) -> None:
+    *tensors, bias = drawn(inputs, 37, columns, dtype)
+    for added in (bias, None):
+        made = kernels.indexed_linear(*tensors, added, variant="gemv-table")
+        check(made, *tensors, added)
+
+
+@pytest.mark.parametrize("shape", kernels.GEMV_SHAPES, ids=str)
+def test_every_shape_of_a_program(shape: kernels.Gemv) -> None:
+    tensors = drawn(1, 70, 1040, torch.bfloat16)
+    check(kernels.indexed_linear(*tensors, variant="gemv-table", shape=shape), *tensors)
+
+
+@pytest.mark.parametrize("shape", kernels.DOT_SHAPES, ids=str)
+@pytest.mark.parametrize("variant", ["dot-table", "dot-load"])
+@pytest.mark.parametrize("inputs", [16, 32])
+def test_every_shape_of_a_program_with_tensor_cores(shape: kernels.Dot, variant: str, inputs: int) -> None:
+    tensors = drawn(inputs, 70, 1040, NARROW[-1])
+    check(kernels.indexed_linear(*tensors, variant=variant, shape=shape), *tensors)
+
+
+@pytest.mark.parametrize("inputs", [1, 3, 4])
+@pytest.mark.parametrize("columns", ODD_COLUMNS)
+@pytest.mark.parametrize("parts", [1, 3, 39])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_products_through_the_cache(
+    inputs: int, columns: int, parts: int, dtype: torch.dtype
+) -> None:
+    tensors = drawn(inputs, 39, columns, dtype, 13, parts)
+    check(kernels.indexed_linear(*tensors, variant="gemv-load"), *tensors)
+
+
+@pytest.mark.parametrize("inputs", BATCHES)
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_tensor_cores_from_the_table(inputs: int, columns: int, dtype: torch.dtype) -> None:
+    *tensors, bias = drawn(inputs, 37, columns, dtype)
+    for added in (bias, None):
+        check(kernels.indexed_linear(*tensors, added, variant="dot-table"), *tensors, added)
+
+
+@pytest.mark.parametrize("inputs", BATCHES)
+@pytest.mark.parametrize("columns", ODD_COLUMNS)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_tensor_cores_through_the_cache(inputs: int, columns: int, parts: int, dtype: torch.dtype) -> None:
+    tensors = drawn(inputs, 39, columns, dtype, 13, parts)
+    check(kernels.indexed_linear(*tensors, variant="dot-load"), *tensors)
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, 255, 256])
+@pytest.mark.parametrize("variant", ["gemv-table", "gemv-load", "dot-table", "dot-load"])
+def test_palettes_of_all_sizes(size: int, variant: str) -> None:
+    tensors = drawn(2, 40, 1024, torch.float16, size)
+    check(kernels.indexed_linear(*tensors, variant=variant), *tensors)
+
+
+@pytest.mark.parametrize("variant", ["gemv-table", "gemv-load", "dot-table", "dot-load"])
+def test_an_index_beyond_the_palette_reads_zero(variant: str) -> None:
+    x, indices, palettes, _ = drawn(2, 40, 1024, torch.float16, 200)
+    short = palettes[:, :100].contiguous()
+    padded = torch.cat([short, torch.zeros_like(short)], 1)
+    check(kernels.indexed_linear(x, indices, short, None, variant=variant), x, indices, padded, None)
+
+
+@pytest.mark.parametrize("variant", kernels.VARIANTS)
+def test_inputs_of_any_number_of_axes(variant: str) -> None:
+    x, indices, palettes, bias = drawn(6, 40, 64, torch.float16)
+    for given in (x[0], x, x.view(2, 3, 64), x.view(6, 64).t().contiguous().t()):
+        made = kernels.indexed_linear(given, indices, palettes, bias, variant=variant)
+        check(made, given, indices, palettes, bias)
+
+
+def test_what_is_chosen() -> None:
+    def chosen(inputs: int, columns: int, dtype: torch.dtype = torch.bfloat16, **more: int) -> str:
+        return kernels.choose(*drawn(inputs, 48, columns, dtype, **more)[:3])
+
+    assert chosen(1, 64) == chosen(4, 72) == chosen(1, 64, torch.float16) == "gemv-table"
+    assert chosen(1, 63) == chosen(1, 64, parts=3) == chosen(4, 64, torch.float32) == "gemv-load"
+    assert chosen(5, 64) == chosen(32, 64) == "dot-table"
+    assert chosen(5, 63) == chosen(5, 64, parts=3) == "dot-load"
+    assert chosen(33, 64) == chosen(5, 64, torch.float32) == chosen(1, 64, torch.float64) == "dense"
+    x, indices, palettes, _ = drawn(1, 48, 64, torch.bfloat16)
+    assert kernels.choose(x, indices.to(torch.int16), palettes) == "dense"
+    longer = torch.zeros(65, device=DEVICE, dtype=torch.bfloat16)
+    assert kernels.choose(longer[1:].view(1, 64), indices, palettes) == "gemv-load"
+    for variant, columns in (("gemv-table", 63), ("dot-table", 72), ("bytes", 64)):
+        with pytest.raises(WeightError, match=f"{variant} cannot take these tensors"):
+            kernels.indexed_linear(*drawn(1, 48, columns, torch.bfloat16), variant=variant)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_expanding(dtype: torch.dtype, axis: int) -> None:
+    for parts in (1, 2):
+        indices = torch.randint(0, 9, (6, 4, 8, 130), device=DEVICE).to(dtype)
+        palettes = torch.randn(parts, 9, device=DEVICE)
+        length = indices.shape[axis]
+        for given in (indices, indices.to(memory_format=torch.channels_last)):
+            made = kernels.expand(given, palettes, axis, 0, length)
+            assert torch.equal(made, reference.expand(given, palettes, axis, 0, length))
+            assert made.stride() == given.stride()
+        part = indices.narrow(axis, 1, 2)
+        wanted = reference.expand(indices, palettes, axis, 0, length).narrow(axis, 1, 2)
+        assert torch.equal(kernels.expand(part, palettes, axis, 1, length), wanted)
+    assert kernels.expand(indices[:0], palettes, 1, 0, 4).shape == (0, 4, 8, 130)
+
+
+def test_no_inputs_are_no_work() -> None:
+    _, indices, palettes, bias = drawn(1, 40, 64, torch.float16)
+    none = torch.zeros(0, 64, device=DEVICE, dtype=torch.float16)
+    assert kernels.indexed_linear(none, indices, palettes, bias).shape == (0, 40)
+
+
+@on_device
+@pytest.mark.parametrize("rows", [4096, 14336])
+@pytest.mark.parametrize("columns", [4096, 14336])
+def test_layers_of_a_language_model(rows: int, columns: int) -> None:
+    for inputs in (1, 2, 4, 8, 16, 32, 33):
+        tensors = drawn(inputs, rows, columns, torch.bfloat16)
+        made = indexed_linear(*tensors)
+        check(made, *tensors)
+        assert torch.equal(made, indexed_linear(*tensors))  # no atomics: the same input, the same bits
+
+
+@on_device
+def test_the_kernels_are_what_a_cuda_tensor_gets() -> None:
+    tensors = drawn(1, 4096, 4096, torch.bfloat16)
+    assert torch.equal(indexed_linear(*tensors), kernels.indexed_linear(*tensors, variant="gemv-table"))
+
+
+@on_device
+@pytest.mark.parametrize("inputs", [1, 4, 16, 32])
+def test_can_be_captured_and_takes_no_more_than_its_result(inputs: int) -> None:
+    tensors = drawn(inputs, 4096, 4096, torch.bfloat16)
+    wanted = indexed_linear(*tensors)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = indexed_linear(*tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before <= made.nbytes + 512
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = indexed_linear(*tensors)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
+@on_device
+@pytest.mark.parametrize("name", library.SCHEMAS)
+# torch's own deprecations, met while it traces.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_opcheck(name: str) -> None:
+    x, indices, palettes, bias = drawn(3, 48, 64, torch.float32)
+    case = (
+        (indices, palettes, 0, 0, 48) if name == "expand" else (x.requires_grad_(), indices, palettes, bias)
+    )
+    done = torch.library.opcheck(getattr(torch.ops.pwfn, name).default, case)
+    assert set(done.values()) == {"SUCCESS"}
+
+
+@on_device
+def test_a_model_on_the_device_holds_no_dense_weight() -> None:
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 64)).cuda()
+    layout = Layout.of(model)
+    values = torch.tensor([-0.125, 0.0, 0.0625])[torch.randint(0, 3, (layout.size,))]
+    small = Compressed.of(layout, values, None, untouched(model, layout))
+    dense = small.apply_to(copy.deepcopy(model)).bfloat16()
+    made = small.apply_to(model, weights="indices").bfloat16()
+    assert isinstance(made[0], IndexedLinear)
+    assert made[0].indexed.indices.is_cuda
+    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.allclose(made(x), dense(x), rtol=2e-2, atol=2e-2)
+    report = memory_report(made, inputs=4)
+    assert report.largest_transient_bytes == 0
+    assert memory_report(made).largest_transient_bytes == 1024 * 2048 * 2
+    assert report.index_bytes == 1024 * 2048 + 2048 * 64
