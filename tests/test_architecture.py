@@ -28,6 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("clustering_free",),
     ("clustering",),
     ("compressed",),
+    ("runtime",),
     ("storage", "codec"),
     ("fileheader", "sigmacodec"),
     ("filecontent",),
@@ -57,8 +58,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 """A module may import those in the rows above its own, and no others."""
 
-DEFERRED = {("compressed", "fileformat")}
-"""`Compressed.save` hands itself to the file format, which stands on it; the import is within the method."""
+DEFERRED = {("compressed", "fileformat"), ("compressed", "runtime")}
+"""`Compressed.save` and `apply_to` hand themselves on to what stands on them; the imports are within."""
 
 RANK: dict[str, float] = {name: rank for rank, names in enumerate(ORDER) for name in names}
 RANK |= {"": RANK["demo"] - 0.5, "__main__": len(ORDER)}  # the package itself has all but demo and commands

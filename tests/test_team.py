@@ -24,7 +24,7 @@ from pwfn.data import TensorLoader
 from pwfn.errors import ConfigError, PwfnError
 from pwfn.options import RunOptions
 from pwfn.runs import run
-from pwfn.team import Processes, launched, team_for
+from pwfn.team import Processes, end_process, launched, team_for
 from pwfn.watching import Lines
 
 CPU = torch.device("cpu")
@@ -329,6 +329,7 @@ def job_noise(team: Processes) -> Any:
 
 def main() -> None:
     job, *arguments = sys.argv[1:]
+    status = 0
     try:
         if job in ("run", "again"):
             run(
@@ -336,13 +337,14 @@ def main() -> None:
                 CONFIG,
                 Lines(lambda line: print(line, flush=True)),
             )
-            return
-        team = team_for("cpu")
-        assert isinstance(team, Processes)
-        print(json.dumps(globals()[f"job_{job}"](team)))
+        else:
+            team = team_for("cpu")
+            assert isinstance(team, Processes)
+            print(json.dumps(globals()[f"job_{job}"](team)))
     except PwfnError as error:
         print(f"pwfn: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+        status = error.exit_status
+    end_process(status)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from enum import StrEnum
 from pathlib import Path
@@ -243,13 +244,24 @@ def export(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one sentence and exit status 2, a signal in its own."""
+    status = _status_of_command()
+    if "WORLD_SIZE" in os.environ:  # one of several processes, which must not wind down alone
+        from pwfn.team import end_process
+
+        end_process(status)
+    raise SystemExit(status)
+
+
+def _status_of_command() -> int:
     chosen: dict[str, bool] = {}
     try:
         app(prog_name="pwfn", obj=chosen)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
     except PwfnError as error:
         text = traceback.format_exc().rstrip() if chosen.get("debug") else f"pwfn: {_one_line(error)}"
         typer.echo(text, err=True)
-        raise SystemExit(error.exit_status) from None
+        return error.exit_status
 
 
 def _one_line(error: PwfnError) -> str:

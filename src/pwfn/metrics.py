@@ -21,10 +21,14 @@ def entropy_bits(values: Tensor) -> float:
     >>> entropy_bits(torch.tensor([0.5, 0.5, 0.25, -0.25]))
     1.5
     """
-    if values.numel() == 0:
+    return _entropy_bits(torch.unique(values, return_counts=True)[1])
+
+
+def _entropy_bits(counts: Tensor) -> float:
+    """Of symbols that occur so often, each at least once."""
+    if counts.numel() == 0:
         return 0.0
-    counts = torch.unique(values, return_counts=True)[1].double()
-    p = counts / counts.sum()
+    p = counts.double() / counts.sum()
     return float(-(p * p.log2()).sum()) + 0.0
 
 
@@ -44,15 +48,21 @@ class Pool:
         >>> Pool.of(torch.tensor([0.5, 0.5, 0.375, 0.0])).power_of_two_share
         0.75
         """
-        size = max(values.numel(), 1)
+        return cls._counted(*torch.unique(values, return_counts=True))
+
+    @classmethod
+    def _counted(cls, values: Tensor, counts: Tensor) -> Pool:
+        """From distinct values, and how often each occurs; those that do not are left out."""
+        values, counts = values[counts > 0], counts[counts > 0]
+        weights = int(counts.sum())
         mantissa = torch.frexp(values).mantissa.abs()
-        powers = int(((mantissa == 0.5) | (mantissa == 0)).sum())
+        powers = int(counts[(mantissa == 0.5) | (mantissa == 0)].sum())
         return cls(
-            weights=values.numel(),
-            unique=torch.unique(values).numel(),
-            entropy_bits=entropy_bits(values),
-            zero_share=int((values == 0).sum()) / size,
-            power_of_two_share=powers / size,
+            weights=weights,
+            unique=values.numel(),
+            entropy_bits=_entropy_bits(counts),
+            zero_share=int(counts[values == 0].sum()) / max(weights, 1),
+            power_of_two_share=powers / max(weights, 1),
         )
 
 
@@ -71,13 +81,18 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
 
     First and last are the first and the last layer in the order in which the model defines them.
     """
-    values = values.detach()
-    inner = [values[entry.span] for entry in inner_entries(layout)]
+    # One sort for all pools: what is left is counting small integers.
+    distinct, index = torch.unique(values.detach(), return_inverse=True)
+    counts = {
+        entry.name: torch.bincount(index[entry.span], minlength=distinct.numel()) for entry in layout.entries
+    }
+    whole = torch.stack(list(counts.values())).sum(0)
+    inner = [counts[entry.name] for entry in inner_entries(layout)]
     return Summary(
-        whole=Pool.of(values),
-        inner=Pool.of(torch.cat(inner) if inner else values[:0]),
-        layers={entry.name: Pool.of(values[entry.span]) for entry in layout.entries},
-        orders=orders(values),
+        whole=Pool._counted(distinct, whole),
+        inner=Pool._counted(distinct, torch.stack(inner).sum(0) if inner else torch.zeros_like(whole)),
+        layers={name: Pool._counted(distinct, own) for name, own in counts.items()},
+        orders=_orders(distinct, whole),
     )
 
 
@@ -93,7 +108,10 @@ def orders(values: Tensor) -> dict[int, int]:
     >>> orders(torch.tensor([0.0, 0.5, -0.25, 0.375]))
     {0: 1, 1: 2, 2: 1}
     """
-    distinct, counts = torch.unique(values, return_counts=True)
+    return _orders(*torch.unique(values, return_counts=True))
+
+
+def _orders(distinct: Tensor, counts: Tensor) -> dict[int, int]:
     found: dict[int, int] = {}
     for value, count in zip(distinct.tolist(), counts.tolist(), strict=True):
         order = pow2.order(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,6 +179,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def largest_that_fits(batch: Batch, attempt: Callable[[Batch], Any]) -> int:
     """How many examples of a batch fit in memory: tried out, by halving, since no formula knows."""
+    failure = sys.exception()
+    while failure is not None:  # its frames hold what the attempt had computed so far
+        traceback.clear_frames(failure.__traceback__)
+        failure = failure.__cause__
     size = batch.size // 2
     while size:
         if torch.cuda.is_initialized():

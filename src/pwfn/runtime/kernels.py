@@ -35,7 +35,7 @@ def _jit_by_lane(function: Callable[..., Any]) -> Any:
     if triton is None:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    numbers = [name for name in names if name in ("inputs", "rows", "words", "size")]
+    numbers = [name for name in names if name in ("inputs", "rows", "words", "columns", "size")]
     pointers = [name for name in names if not name.isupper()]
     return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
 
@@ -47,15 +47,19 @@ if triton is not None:
     _TABLE = tl.constexpr("{ .shared .align 128 .b8 copies[32768]; mov.u32 $0, copies; }")
     # A thread writes all 32 copies of an entry, 16 bytes a time, each lane beginning elsewhere in the row
     # so that eight lanes together touch all banks.
-    _FILL = tl.constexpr(
-        "{ .reg .b32 lane, row, at; mov.u32 lane, %laneid; mad.lo.u32 row, $1, 128, $3;\n"
-        + "".join(
-            f"add.u32 at, lane, {i}; and.b32 at, at, 7; mad.lo.u32 at, at, 16, row; "
-            "st.shared.v4.b32 [at], {$2, $2, $2, $2};\n"
-            for i in range(8)
+    def _fill(count: int) -> Any:
+        return tl.constexpr(
+            "{ .reg .b32 lane, row, at; mov.u32 lane, %laneid; add.u32 lane, lane, $4;\n"
+            + "mad.lo.u32 row, $1, 128, $3;\n"
+            + "".join(
+                f"add.u32 at, lane, {i}; and.b32 at, at, 7; mad.lo.u32 at, at, 16, row; "
+                "st.shared.v4.b32 [at], {$2, $2, $2, $2};\n"
+                for i in range(count)
+            )
+            + "mov.b32 $0, 0; }"
         )
-        + "mov.b32 $0, 0; }"
-    )
+
+    _FILL, _FILL_HALF, _FILL_QUARTER = _fill(8), _fill(4), _fill(2)
     _OWN_COPY = tl.constexpr("{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.u32 $0, lane, 4, $1; }")
 
     # For each byte of a word: select it, make its copy's address, read.
@@ -66,6 +70,42 @@ if triton is not None:
             for i in range(4)
         )
         + "}"
+    )
+    # The same for tensor cores: the table's words are 16-bit numbers, and two of them make a register.
+    _PAIRS = tl.constexpr(
+        "{ .reg .b32 at, a, b, c, d;\n"
+        + "".join(
+            f"prmt.b32 at, $2, 0, 0x444{i}; mad.lo.u32 at, at, 128, $3; ld.shared.b32 {to}, [at];\n"
+            for i, to in enumerate("abcd")
+        )
+        + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, c, d, 0x5410; }"
+    )
+    # With at most 128 values a row of the table is 256 bytes, and a byte of the word is the address's.
+    _PAIRS_OF_FEW = tl.constexpr(
+        "{ .reg .b32 at, a, b, c, d;\n"
+        + "".join(
+            f"prmt.b32 at, $2, $4, 0x77{i}4; add.u32 at, at, $3; ld.shared.b32 {to}, [at];\n"
+            for i, to in enumerate("abcd")
+        )
+        + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, c, d, 0x5410; }"
+    )
+    _STREAM = tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
+    _KEEP = tl.constexpr(
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$8];\nld.global.v4.b32 {$4, $5, $6, $7}, [$8 + 16];"
+    )
+    _KEEP_INSIDE = tl.constexpr(
+        "{ .reg .pred p; setp.ne.s32 p, $9, 0;\n"
+        + "".join(f"mov.b32 ${i}, 0;\n" for i in range(8))
+        + "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$8];\n"
+        + "@p ld.global.v4.b32 {$4, $5, $6, $7}, [$8 + 16]; }"
+    )
+    _MMA_BFLOAT16 = tl.constexpr(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
+    )
+    _MMA_FLOAT16 = tl.constexpr(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
     )
     _FOUR_OF_WORD = tl.constexpr("=f,=f,=f,=f,r,r")
     _FOUR_OF_BYTES = tl.constexpr("=f,=f,=f,=f,r,r,r,r,r")  # packed bytes are one register, the table four
@@ -78,7 +118,7 @@ def _table(palettes, size):
     entry = tl.arange(0, 256)
     value = tl.load(palettes + entry, mask=entry < size, other=0.0).to(tl.float32)
     bits = value.to(tl.int32, bitcast=True)
-    tl.inline_asm_elementwise(_FILL, "=r,r,r,r", [entry, bits, start], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_FILL, "=r,r,r,r,r", [entry, bits, start, 0], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
     # The look-ups need this, and it stays behind the barrier: so they do too.
     return tl.inline_asm_elementwise(_OWN_COPY, "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1)
@@ -193,6 +233,244 @@ def gemv_table(
     result = tl.sum(tl.sum(tl.reshape(total, [BATCH, STEPS, ROWS * WARPS, 32]), 1), 2)
     m = tl.arange(0, BATCH)[:, None]
     n = tl.program_id(0) * (ROWS * WARPS) + tl.arange(0, ROWS * WARPS)[None, :]
+    if BIAS:
+        result += tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * rows + n, result, mask=(m < inputs) & (n < rows))
+
+
+@_jit
+def _table_of_16_bits(palettes, size, FEW: tl.constexpr, WARPS: tl.constexpr):  # noqa: N803
+    """Writes the copies as :func:`_table` does; where they begin, this lane's or, FEW, the first."""
+    start = tl.inline_asm_elementwise(_TABLE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    thread = tl.arange(0, 32 * WARPS if WARPS > 8 else 256)
+    entry = thread % 256
+    value = entry // 2 if FEW else entry
+    bits = tl.load(palettes + value, mask=value < size, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+    tl.inline_asm_elementwise(
+        _FILL if WARPS <= 8 else (_FILL_HALF if WARPS == 16 else _FILL_QUARTER),
+        "=r,r,r,r,r",
+        [entry, bits, start, thread // 256 * (64 // WARPS if WARPS > 8 else 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
+    if FEW:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return tl.inline_asm_elementwise(_OWN_COPY, "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@_jit
+def _loads_before_here():
+    """The assembler would else put loads where it needs the fewest registers: next to their use."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync -1; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@_jit
+def _words(at):
+    """Four words of indices, not to be kept in the cache: nobody reads them again."""
+    return tl.inline_asm_elementwise(
+        _STREAM,
+        "=r,=r,=r,=r,l",
+        [at],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@_jit
+def _eight(at, inside, EVEN: tl.constexpr):  # noqa: N803
+    """Sixteen numbers of x in eight registers."""
+    i = tl.int32
+    if EVEN:
+        made = tl.inline_asm_elementwise(
+            _KEEP, "=r,=r,=r,=r,=r,=r,=r,=r,l", [at], dtype=(i, i, i, i, i, i, i, i), is_pure=False, pack=1
+        )
+    else:
+        made = tl.inline_asm_elementwise(
+            _KEEP_INSIDE,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r",
+            [at, inside],
+            dtype=(i, i, i, i, i, i, i, i),
+            is_pure=False,
+            pack=1,
+        )
+    return made
+
+
+@_jit
+def _spread_weight(
+    pair,
+    GROUPS: tl.constexpr,  # noqa: N803
+    STEPS: tl.constexpr,  # noqa: N803
+    TILES: tl.constexpr,  # noqa: N803
+    WARPS: tl.constexpr,  # noqa: N803
+):
+    pair = tl.reshape(pair, [1, STEPS * TILES * WARPS, 32])
+    return tl.reshape(
+        tl.broadcast_to(pair, [GROUPS, STEPS * TILES * WARPS, 32]), [GROUPS * STEPS * TILES * WARPS, 32]
+    )
+
+
+@_jit
+def _spread_number(
+    pair,
+    GROUPS: tl.constexpr,  # noqa: N803
+    STEPS: tl.constexpr,  # noqa: N803
+    TILES: tl.constexpr,  # noqa: N803
+    WARPS: tl.constexpr,  # noqa: N803
+):
+    pair = tl.reshape(pair, [GROUPS * STEPS, 1, WARPS, 32])
+    return tl.reshape(
+        tl.broadcast_to(pair, [GROUPS * STEPS, TILES, WARPS, 32]), [GROUPS * STEPS * TILES * WARPS, 32]
+    )
+
+
+@_jit
+def _pairs(word, table, lane, FEW: tl.constexpr):  # noqa: N803
+    if FEW:
+        a, b = tl.inline_asm_elementwise(
+            _PAIRS_OF_FEW,
+            "=r,=r,r,r,r",
+            [word, table, lane],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b = tl.inline_asm_elementwise(
+            _PAIRS, "=r,=r,r,r", [word, table], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    return a, b
+
+
+@_jit
+def _multiplied(
+    x,
+    p,
+    q,
+    r,
+    s,
+    upper,
+    lower,
+    first,
+    second,
+    table,
+    lane4,
+    GROUPS: tl.constexpr,  # noqa: N803
+    STEPS: tl.constexpr,  # noqa: N803
+    TILES: tl.constexpr,  # noqa: N803
+    WARPS: tl.constexpr,  # noqa: N803
+    FEW: tl.constexpr,  # noqa: N803
+):
+    """Adds a product of 16 rows, 16 columns and 8 inputs for each place."""
+    a, c = _pairs(upper, table, lane4, FEW)
+    b, d = _pairs(lower, table, lane4, FEW)
+    a = _spread_weight(a, GROUPS, STEPS, TILES, WARPS)
+    b = _spread_weight(b, GROUPS, STEPS, TILES, WARPS)
+    c = _spread_weight(c, GROUPS, STEPS, TILES, WARPS)
+    d = _spread_weight(d, GROUPS, STEPS, TILES, WARPS)
+    first = _spread_number(first, GROUPS, STEPS, TILES, WARPS)
+    second = _spread_number(second, GROUPS, STEPS, TILES, WARPS)
+    f = tl.float32
+    return tl.inline_asm_elementwise(
+        _MMA_BFLOAT16 if x.dtype.element_ty == tl.bfloat16 else _MMA_FLOAT16,
+        "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
+        [p, q, r, s, a, b, c, d, first, second],
+        dtype=(f, f, f, f),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@_jit_by_lane
+def mma(
+    x,
+    indices,
+    palettes,
+    bias,
+    out,
+    inputs,
+    rows,
+    columns,
+    size,
+    GROUPS: tl.constexpr,  # noqa: N803
+    TILES: tl.constexpr,  # noqa: N803
+    WARPS: tl.constexpr,  # noqa: N803
+    STEPS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
+    EVEN: tl.constexpr,  # noqa: N803
+    FEW: tl.constexpr,  # noqa: N803
+    ONE: tl.constexpr,  # noqa: N803
+    BIAS: tl.constexpr,  # noqa: N803
+):
+    """``W x^T`` by tensor cores, with each weight looked up in the register in which they want it."""
+    lane = tl.arange(0, 32)[None, :]
+    place = tl.arange(0, STEPS * TILES * WARPS)[:, None]
+    row = tl.program_id(0) * (16 * TILES) + place // WARPS % TILES * 16 + lane // 4
+    k = (place % WARPS * STEPS + place // (TILES * WARPS)) * 64 + lane % 4 * 16
+    upper = indices.to(tl.int64) + tl.minimum(row, rows - 1).to(tl.int64) * columns
+    lower = indices.to(tl.int64) + tl.minimum(row + 8, rows - 1).to(tl.int64) * columns
+    x_place = tl.arange(0, GROUPS * STEPS * WARPS)[:, None]
+    m = tl.minimum(x_place // (STEPS * WARPS) * 8 + lane // 4, inputs - 1)
+    x_k = (x_place % WARPS * STEPS + x_place // WARPS % STEPS) * 64 + lane % 4 * 16
+    x_at = x.to(tl.int64) + (m.to(tl.int64) * columns + x_k) * 2
+    last = columns - 16
+    u0, u1, u2, u3 = _words(upper + tl.minimum(k, last))
+    l0, l1, l2, l3 = _words(lower + tl.minimum(k, last))
+    k += 64 * STEPS * WARPS
+    if DEPTH == 2:
+        n0, n1, n2, n3 = _words(upper + tl.minimum(k, last))
+        o0, o1, o2, o3 = _words(lower + tl.minimum(k, last))
+        k += 64 * STEPS * WARPS
+    _loads_before_here()
+    table = _table_of_16_bits(palettes, size, FEW, WARPS)
+    lane4 = lane * 4
+    p = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
+    q = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
+    r = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
+    s = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
+    for start in range(0, columns, 64 * STEPS * WARPS):
+        g0, g1, g2, g3 = _words(upper + tl.minimum(k, last))
+        h0, h1, h2, h3 = _words(lower + tl.minimum(k, last))
+        k += 64 * STEPS * WARPS
+        inside = (start + x_k < columns).to(tl.int32)
+        a, b, c, d, e, f, g, h = _eight(x_at, inside, EVEN)
+        _loads_before_here()
+        p, q, r, s = _multiplied(x, p, q, r, s, u0, l0, a, b, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
+        p, q, r, s = _multiplied(x, p, q, r, s, u1, l1, c, d, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
+        p, q, r, s = _multiplied(x, p, q, r, s, u2, l2, e, f, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
+        p, q, r, s = _multiplied(x, p, q, r, s, u3, l3, g, h, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
+        x_at += 128 * STEPS * WARPS
+        if DEPTH == 2:
+            u0, u1, u2, u3 = n0, n1, n2, n3
+            l0, l1, l2, l3 = o0, o1, o2, o3
+            n0, n1, n2, n3 = g0, g1, g2, g3
+            o0, o1, o2, o3 = h0, h1, h2, h3
+        else:
+            u0, u1, u2, u3 = g0, g1, g2, g3
+            l0, l1, l2, l3 = h0, h1, h2, h3
+    # A lane has two neighbouring inputs of two rows, eight apart; all are summed over warps at once.
+    if ONE:
+        total = tl.reshape(tl.join(p, r), [GROUPS, STEPS, TILES, WARPS, 64])
+        place = tl.arange(0, 64)[None, None, :]
+        m = place // 2 % 4 * 2
+        down = place % 2 * 8
+        part = place // 8
+    else:
+        total = tl.reshape(tl.join(tl.join(p, q), tl.join(r, s)), [GROUPS, STEPS, TILES, WARPS, 128])
+        place = tl.arange(0, 128)[None, None, :]
+        m = place // 4 % 4 * 2 + place // 2 % 2
+        down = place % 2 * 8
+        part = place // 16
+    result = tl.sum(tl.sum(total, 1), 2)
+    m += tl.arange(0, GROUPS)[:, None, None] * 8
+    n = tl.program_id(0) * (16 * TILES) + tl.arange(0, TILES)[None, :, None] * 16 + part + down
     if BIAS:
         result += tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32)
     tl.store(out + m.to(tl.int64) * rows + n, result, mask=(m < inputs) & (n < rows))

@@ -26,7 +26,7 @@ from pwfn.errors import WeightError
 from pwfn.runtime import kernels
 from pwfn.runtime.library import FEW_INPUTS, MOST_INPUTS
 
-VARIANTS = ("gemv-table", "gemv-load", "dot-table", "dot-load", "dense")
+VARIANTS = ("mma", "gemv-table", "gemv-load", "dot-table", "dot-load", "dense")
 
 _NARROW = (torch.bfloat16, torch.float16)
 _COPIED = 256  # entries of the table
@@ -50,6 +50,30 @@ class Dot(NamedTuple):
     stages: int
 
 
+class Mma(NamedTuple):
+    """The shape of an ``mma`` program: ``16 * tiles`` rows, ``64 * warps * steps`` columns at a time."""
+
+    tiles: int
+    warps: int
+    steps: int
+
+
+MMA_SHAPES = (
+    Mma(1, 8, 2),
+    Mma(1, 8, 1),
+    Mma(1, 16, 1),
+    Mma(1, 16, 2),
+    Mma(2, 8, 1),
+    Mma(2, 8, 2),
+    Mma(2, 16, 1),
+    Mma(4, 8, 1),
+    Mma(1, 8, 4),
+    Mma(1, 4, 4),
+    Mma(2, 4, 2),
+    Mma(2, 4, 1),
+    Mma(4, 4, 1),
+    Mma(1, 32, 1),
+)
 GEMV_SHAPES = (
     Gemv(2, 16, 4),
     Gemv(2, 16, 8),
@@ -108,7 +132,9 @@ def fits(variant: str, x: Tensor, indices: Tensor, palettes: Tensor) -> bool:
         return True
     if indices.dtype != torch.uint8 or x.dtype == torch.float64:
         return False
-    dot = variant.startswith("dot")
+    if variant == "mma" and _INTERPRETED:
+        return False
+    dot = variant.startswith("dot") or variant == "mma"
     if inputs > (MOST_INPUTS if dot else 2 * FEW_INPUTS):
         return False
     if variant == "gemv-load":
@@ -155,7 +181,9 @@ def indexed_linear(
         return F.linear(x, expand(indices, palettes, 0, 0, rows), bias)
     out = matrix.new_empty((inputs, rows))
     with torch.cuda.device_of(x):
-        if variant == "gemv-table":
+        if variant == "mma":
+            _run_mma(matrix, indices, palettes, bias, out, shape)
+        elif variant == "gemv-table":
             _run_gemv_table(matrix, indices, palettes, bias, out, shape)
         else:
             _run_tiled(matrix, indices, palettes, bias, out, variant, shape)
@@ -164,6 +192,42 @@ def indexed_linear(
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+FEW = False
+
+
+def _run_mma(
+    x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None, out: Tensor, shape: Any
+) -> None:
+    inputs, columns = x.shape
+    rows = indices.shape[0]
+    depth, limit = 1, None
+    if shape is not None and len(shape) > 3:
+        depth, limit = shape[3], shape[4]
+    shape = Mma(*shape[:3]) if shape is not None else MMA_SHAPES[0]
+    kernels.mma[(-(-rows // (16 * shape.tiles)),)](
+        x,
+        indices,
+        palettes,
+        bias,
+        out,
+        inputs,
+        rows,
+        columns,
+        palettes.shape[1],
+        GROUPS=_power_of_two(-(-inputs // 8)),
+        TILES=shape.tiles,
+        WARPS=shape.warps,
+        STEPS=shape.steps,
+        EVEN=columns % (64 * shape.warps * shape.steps) == 0,
+        DEPTH=depth,
+        FEW=FEW,
+        ONE=inputs == 1,
+        BIAS=bias is not None,
+        num_warps=shape.warps,
+        **({"maxnreg": limit} if limit else {}),
+    )
 
 
 def _run_gemv_table(
