@@ -244,7 +244,7 @@ def export(
 
 def main() -> None:
     """Run the command; a user's mistake ends in one sentence and exit status 2, a signal in its own."""
-    status = _status_of_command()
+    status = _status_of_command({})
     if "WORLD_SIZE" in os.environ:  # one of several processes, which must not wind down alone
         from pwfn.team import end_process
 
@@ -252,8 +252,7 @@ def main() -> None:
     raise SystemExit(status)
 
 
-def _status_of_command() -> int:
-    chosen: dict[str, bool] = {}
+def _status_of_command(chosen: dict[str, bool]) -> int:
     try:
         app(prog_name="pwfn", obj=chosen)
     except SystemExit as end:
@@ -262,6 +261,7 @@ def _status_of_command() -> int:
         text = traceback.format_exc().rstrip() if chosen.get("debug") else f"pwfn: {_one_line(error)}"
         typer.echo(text, err=True)
         return error.exit_status
+    return 0
 
 
 def _one_line(error: PwfnError) -> str:
