@@ -2,8 +2,8 @@
 
     python benchmarks/codec.py [--quick]
 
-One JSON line a case, all on one core, every time a median of several. ``ratio`` is the rival's time
-over ours; ``weights_per_s`` is ours. The network has the shapes of ResNet-18 for ten classes, 11.2 M
+One JSON line a case, all on one core, every time a median of several. ``ratio`` is our time
+over the rival's; ``weights_per_s`` is ours. The network has the shapes of ResNet-18 for ten classes, 11.2 M
 weights, drawn so that the pool has 1.8, 2.5 and 3.4 bits with 22, 155 and 325 values and every tensor
 a spread of its own.
 """
@@ -130,7 +130,7 @@ class Bench:
         """Print one case."""
         facts = {
             "case": f"{case}: {self.name}",
-            "ratio": round(rival_s / ours_s, 3),
+            "ratio": round(ours_s / rival_s, 3),
             "ours_s": round(ours_s, 5),
             "rival_s": round(rival_s, 5),
             "rival": rival,

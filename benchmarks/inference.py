@@ -8,9 +8,10 @@ where we are faster; ``speedup`` is its inverse.
 Linear layers of 4096 × 4096, 14336 × 4096 and 4096 × 14336 (outputs × inputs), with 1, 4, 16 and 32 inputs
 at once, against ``F.linear`` with bf16 weights. On a GPU there are as many copies of a layer as exceed four
 times its L2 cache, and one after the other is called, so that every weight comes from memory. ``ours_s`` and
-``rival_s`` are the time of a call when all of them are captured in one CUDA graph: launches cost both
-the same there. ``ours_eager_s`` and ``rival_eager_s`` are that of calls from Python, one after the other.
-``variants_s`` has every kernel that fits (see ``pwfn.runtime.triton``); ``ours_s`` is the one that is chosen.
+``rival_s`` are the time of a call when all of them, in turn until there are 60, are captured in one CUDA
+graph: launches cost both the same there, and the start of the graph next to nothing. ``ours_eager_s`` and
+``rival_eager_s`` are that of calls from Python, one after the other. ``variants_s`` has every kernel that
+fits (see ``pwfn.runtime.triton``); ``ours_s`` is the one that is chosen.
 Indices are drawn evenly from 256 values, the hardest case for look-ups; in one case, ``peaked``, half of all
 weights are at one value, as from training. ``floor_s`` is the time to read the indices at the rate of a large
 copy.
@@ -21,7 +22,7 @@ A whole network, ResNet-18 for CIFAR-10 fixed in one round without training, bf1
 images one and 128 at a time: ``ours_bytes`` and ``rival_bytes`` are the most memory held during a call, with
 the weights. Its convolutions make their weights dense one at a time.
 
-``--tune`` prints the time of every program shape in ``GEMV_SHAPES`` and ``DOT_SHAPES`` instead. ``--quick``
+``--tune`` prints the time of every program shape in ``MMA_SHAPES`` and ``GEMV_SHAPES`` instead. ``--quick``
 takes small layers, a small network and few repeats; on a CPU the reference looks a weight up before it
 multiplies, which is for memory, not for speed.
 """
@@ -50,6 +51,8 @@ from pwfn.runtime import indexed_linear, memory_report
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
 INPUTS = (1, 4, 16, 32)
 VALUES = 256
+CAPTURED = 60
+"""Calls in a graph: replaying one takes some ten microseconds to begin, which is no layer's time."""
 
 Call = Callable[[], Any]
 
@@ -142,7 +145,7 @@ class Bench:
 
     def __init__(self, device: torch.device, quick: bool) -> None:
         self.device, self.quick = device, quick
-        self.repeats = 5 if quick else 50
+        self.repeats = 5 if quick else 30
         self.rate = self.copy_rate() if device.type == "cuda" else None
 
     def copy_rate(self) -> float:
@@ -162,8 +165,11 @@ class Bench:
     def times(self, lists: dict[str, list[Call]]) -> dict[str, float]:
         """Seconds of one call of each list: all captured on a GPU, called on a CPU."""
         on_gpu = self.device.type == "cuda"
-        actions = {k: captured(calls) if on_gpu else partial(run_all, calls) for k, calls in lists.items()}
         count = len(next(iter(lists.values())))
+        if on_gpu and count > 1:  # a network is one call, and has its own many launches
+            times = -(-CAPTURED // count)
+            lists, count = {k: calls * times for k, calls in lists.items()}, count * times
+        actions = {k: captured(calls) if on_gpu else partial(run_all, calls) for k, calls in lists.items()}
         return {k: s / count for k, s in medians_s(actions, self.device, self.repeats).items()}
 
     def linear(self, rows: int, columns: int, inputs: int, peaked: bool = False) -> None:
@@ -195,7 +201,7 @@ class Bench:
         if self.device.type == "cpu":
             return []
         few = ["gemv-table", "gemv-load"] if inputs <= 8 else []
-        return [*few, "dot-table", "dot-load", "dense"]
+        return ["mma", *few, "dot-load", "dense"]
 
     def tune(self, rows: int, columns: int, inputs: int) -> None:
         """Every shape of program, fastest first."""
@@ -204,10 +210,9 @@ class Bench:
         layers = Layers(rows, columns, inputs, self.copies(rows, columns), self.device)
         lists = {"F.linear": layers.theirs()}
         settings: list[tuple[str, tuple[int, ...]]] = []
-        if inputs <= 8:
+        settings += [("mma", shape) for shape in kernels.MMA_SHAPES if shape.fits(inputs)]
+        if inputs <= 4:
             settings += [("gemv-table", shape) for shape in kernels.GEMV_SHAPES]
-        if inputs > 1:
-            settings += [("dot-table", shape) for shape in kernels.DOT_SHAPES]
         for variant, shape in settings:
             lists[f"{variant} {tuple(shape)}"] = layers.ours(variant=variant, shape=shape)
         taken = dict(sorted(self.times(lists).items(), key=lambda item: item[1]))

@@ -146,6 +146,15 @@ def test_a_signal_leaves_a_checkpoint_and_the_end_is_the_same(
     assert [line["fraction"] for line in lines if line["event"] == "round"] == [0.5, 0.9, 1.0]
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "checkpoint-000001.pt").write_bytes(b"torn")
+    with pytest.raises(FileError, match="every checkpoint is damaged: remove them to begin again"):
+        run(options(folder, resume=True), CONFIG)
+    assert (folder / "checkpoints" / "checkpoint-000001.pt").read_bytes() == b"torn"
+
+
 def test_a_run_without_checkpoints_goes_on_from_the_start(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(options(folder, resume=True), CONFIG)

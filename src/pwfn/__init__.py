@@ -19,6 +19,7 @@ from pwfn.errors import (
     WeightError,
 )
 from pwfn.fileformat import load
+from pwfn.flat import FlatAdamW, FlatSGD
 from pwfn.layout import Layout
 from pwfn.pipeline import Result, compress
 from pwfn.posterior import FixRecord, GaussianNetwork, initial_sigma
@@ -40,6 +41,8 @@ __all__ = [
     "FixRecord",
     "FixResult",
     "FixStep",
+    "FlatAdamW",
+    "FlatSGD",
     "GaussianNetwork",
     "Layout",
     "LayoutError",

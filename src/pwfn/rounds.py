@@ -25,6 +25,7 @@ from pwfn.posterior import GaussianNetwork
 from pwfn.progress import Keep, Progress, Pulse, Round
 from pwfn.randomness import random_states, restore_random_states
 from pwfn.scoring import LossFn, Objective, Scores, accuracy, divergence, evaluate
+from pwfn.storage import replacing
 from pwfn.targets import State, check_target, choose
 from pwfn.team import Team
 from pwfn.training import AfterStep, Fitting, fit, reestimate_batchnorm, steps_in
@@ -309,7 +310,8 @@ class Run:
 def _read(content: bytes) -> Compressed:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.pwfn"
-        path.write_bytes(content)
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
         return load(path)
 
 

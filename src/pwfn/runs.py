@@ -51,6 +51,10 @@ def run(
     store = Store(options.out / "checkpoints", found.identity)
     team.first(store.clear_leftovers)
     progress = store.newest() if options.resume else None
+    if options.resume and progress is None and store.paths():
+        raise FileError(
+            f"{store.folder}: every checkpoint is damaged: remove them to begin again, or name another folder"
+        )
     team.largest([0])  # nobody writes before all have read
     if options.tensorboard and team.leads:
         view = Several([view, TensorBoard(options.out / "tensorboard", _steps_done(progress))])

@@ -1,14 +1,18 @@
 """The kernels that look weights up: against plain torch in float64.
 
 Runs on a CUDA device, and with TRITON_INTERPRET=1 on the CPU; skipped elsewhere. The interpreter has no
-assembly: there a variant with a table reads the palette from memory instead, all else being the same.
+assembly: there ``gemv-table`` reads the palette from memory instead, and ``mma`` gets each instruction's
+meaning from numpy, all else being the same.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +25,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 from pwfn import Compressed, Layout, WeightError  # noqa: E402 - after the skips
 from pwfn.layout import untouched  # noqa: E402
 from pwfn.runtime import IndexedLinear, indexed_linear, library, memory_report, reference  # noqa: E402
+from pwfn.runtime import kernels as programs  # noqa: E402
 from pwfn.runtime import triton as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -54,6 +59,108 @@ def check(made: Tensor, x: Tensor, indices: Tensor, palettes: Tensor, bias: Tens
     assert error < CLOSE[x.dtype], error
 
 
+class Assembly:
+    """What the assembly in ``mma`` means, on arrays whose last axis is the lanes of a warp."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words  # reads 32-bit words at addresses, where a mask says so
+        self.table = np.zeros(256, np.uint32)
+        self.copies = np.zeros(256, int)  # of each entry, in 16ths of 128 bytes
+
+    def __call__(self, text: str, given: list[Any]) -> list[Any]:
+        """The outputs for these inputs."""
+        fills = {getattr(programs, name).value: n for name, n in FILLS.items()}
+        if text in fills:
+            entry, value, _, _ = np.broadcast_arrays(*given)
+            self.table[entry] = value.astype(np.uint32)
+            np.add.at(self.copies, entry, fills[text])
+            return [np.zeros_like(entry)]
+        if text in (programs._STREAM.value, programs._KEEP.value, programs._KEEP_INSIDE.value):
+            inside = given[1] != 0 if len(given) == 2 else np.ones(given[0].shape, bool)
+            return [self.words(given[0] + 4 * i, inside) for i in range(4 if "no_allocate" in text else 8)]
+        if text == programs._PAIRS.value:
+            assert self.copies.min() == self.copies.max() >= 8
+            a, b, c, d = (self.table[given[0].astype(np.uint32) >> 8 * i & 255] & 0xFFFF for i in range(4))
+            return [a | b << 16, c | d << 16]
+        if text == programs._MMA_FLOAT16.value:
+            return self.multiplied(*given)
+        return [np.zeros(1, np.int32)]  # addresses in shared memory, and the barrier
+
+    def multiplied(self, *given: Any) -> list[Any]:
+        """Of mma.m16n8k16, by the tables in NVIDIA's manual of its assembly."""
+        half, quarter = np.arange(32) // 4, np.arange(32) % 4
+        numbers = [np.ascontiguousarray(g).astype(np.uint32).view(np.float16) for g in given[4:]]
+        sums = []
+        for place in range(given[0].shape[0]):
+            left, right = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
+            pairs = [n[place].reshape(32, 2) for n in numbers]
+            for i in range(2):
+                for down, across, pair in zip((0, 8, 0, 8), (0, 0, 8, 8), pairs[:4], strict=True):
+                    left[half + down, quarter * 2 + i + across] = pair[:, i]
+                for down, pair in zip((0, 8), pairs[4:], strict=True):
+                    right[quarter * 2 + i + down, half] = pair[:, i]
+            made = left @ right
+            sums.append([made[half + i // 2 * 8, quarter * 2 + i % 2] for i in range(4)])
+        return [given[i] + np.stack([s[i] for s in sums]) for i in range(4)]
+
+
+FILLS = {"_FILL": 8, "_FILL_HALF": 4, "_FILL_QUARTER": 2}
+
+
+@pytest.fixture(autouse=True)
+def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives the interpreter the meaning of the assembly."""
+    if not INTERPRETED:
+        yield
+        return
+    import triton.language as tl
+    from triton._C.libtriton import interpreter
+    from triton.runtime.interpreter import TensorHandle
+
+    def words(at: Any, inside: Any) -> Any:
+        at = np.ascontiguousarray(at).astype(np.uint64)
+        return interpreter.load(at, inside, np.zeros(at.shape, np.int32), np.dtype(np.int32))
+
+    meaning = Assembly(words)
+
+    def elementwise(text: Any, constraints: str, args: list[Any], dtype: Any, **_: Any) -> Any:
+        given = [np.asarray(a.handle.data if isinstance(a, tl.tensor) else a) for a in args]
+        made = meaning(getattr(text, "value", text), given)
+        several = isinstance(dtype, tuple)
+        numpy_types = {tl.int32: np.int32, tl.float32: np.float32}
+        out = []
+        for array, kind in zip(made, dtype if several else (dtype,), strict=True):
+            array = np.ascontiguousarray(array)
+            array = array.view(numpy_types[kind]) if array.dtype == np.uint32 else array
+            array = array.astype(numpy_types[kind])
+            out.append(tl.tensor(TensorHandle(array, kind), tl.block_type(kind, list(array.shape))))
+        return tuple(out) if several else out[0]
+
+    monkeypatch.setattr(tl, "inline_asm_elementwise", elementwise)
+    yield
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 3, 8, 9, 17, 32])
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_tensor_cores_from_the_table(inputs: int, columns: int, dtype: torch.dtype) -> None:
+    *tensors, bias = drawn(inputs, 37, columns, dtype)
+    for added in (bias, None):
+        check(kernels.indexed_linear(*tensors, added, variant="mma"), *tensors, added)
+
+
+@pytest.mark.parametrize("shape", kernels.MMA_SHAPES, ids=str)
+@pytest.mark.parametrize("inputs", [1, 7, 16, 32])
+@pytest.mark.parametrize("columns", [1024, 1040])
+def test_every_shape_of_a_program_with_tensor_cores(shape: kernels.Mma, inputs: int, columns: int) -> None:
+    tensors = drawn(inputs, 150, columns, NARROW[-1])
+    if shape.fits(inputs):
+        check(kernels.indexed_linear(*tensors, variant="mma", shape=shape), *tensors)
+    else:
+        with pytest.raises(WeightError, match=f"no room for {inputs} inputs"):
+            kernels.indexed_linear(*tensors, variant="mma", shape=shape)
+
+
 @pytest.mark.parametrize("inputs", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -70,14 +177,6 @@ def test_every_shape_of_a_program(shape: kernels.Gemv) -> None:
     check(kernels.indexed_linear(*tensors, variant="gemv-table", shape=shape), *tensors)
 
 
-@pytest.mark.parametrize("shape", kernels.DOT_SHAPES, ids=str)
-@pytest.mark.parametrize("variant", ["dot-table", "dot-load"])
-@pytest.mark.parametrize("inputs", [16, 32])
-def test_every_shape_of_a_program_with_tensor_cores(shape: kernels.Dot, variant: str, inputs: int) -> None:
-    tensors = drawn(inputs, 70, 1040, NARROW[-1])
-    check(kernels.indexed_linear(*tensors, variant=variant, shape=shape), *tensors)
-
-
 @pytest.mark.parametrize("inputs", [1, 3, 4])
 @pytest.mark.parametrize("columns", ODD_COLUMNS)
 @pytest.mark.parametrize("parts", [1, 3, 39])
@@ -90,15 +189,6 @@ def test_sums_of_products_through_the_cache(
 
 
 @pytest.mark.parametrize("inputs", BATCHES)
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("dtype", NARROW)
-def test_tensor_cores_from_the_table(inputs: int, columns: int, dtype: torch.dtype) -> None:
-    *tensors, bias = drawn(inputs, 37, columns, dtype)
-    for added in (bias, None):
-        check(kernels.indexed_linear(*tensors, added, variant="dot-table"), *tensors, added)
-
-
-@pytest.mark.parametrize("inputs", BATCHES)
 @pytest.mark.parametrize("columns", ODD_COLUMNS)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", NARROW)
@@ -108,13 +198,13 @@ def test_tensor_cores_through_the_cache(inputs: int, columns: int, parts: int, d
 
 
 @pytest.mark.parametrize("size", [1, 2, 31, 255, 256])
-@pytest.mark.parametrize("variant", ["gemv-table", "gemv-load", "dot-table", "dot-load"])
+@pytest.mark.parametrize("variant", ["mma", "gemv-table", "gemv-load", "dot-load"])
 def test_palettes_of_all_sizes(size: int, variant: str) -> None:
     tensors = drawn(2, 40, 1024, torch.float16, size)
     check(kernels.indexed_linear(*tensors, variant=variant), *tensors)
 
 
-@pytest.mark.parametrize("variant", ["gemv-table", "gemv-load", "dot-table", "dot-load"])
+@pytest.mark.parametrize("variant", ["mma", "gemv-table", "gemv-load", "dot-load"])
 def test_an_index_beyond_the_palette_reads_zero(variant: str) -> None:
     x, indices, palettes, _ = drawn(2, 40, 1024, torch.float16, 200)
     short = palettes[:, :100].contiguous()
@@ -134,16 +224,19 @@ def test_what_is_chosen() -> None:
     def chosen(inputs: int, columns: int, dtype: torch.dtype = torch.bfloat16, **more: int) -> str:
         return kernels.choose(*drawn(inputs, 48, columns, dtype, **more)[:3])
 
-    assert chosen(1, 64) == chosen(4, 72) == chosen(1, 64, torch.float16) == "gemv-table"
+    assert chosen(1, 64) == chosen(1, 64, torch.float16) == chosen(5, 64) == chosen(32, 64) == "mma"
+    assert chosen(1, 72) == chosen(4, 72) == "gemv-table"
     assert chosen(1, 63) == chosen(1, 64, parts=3) == chosen(4, 64, torch.float32) == "gemv-load"
-    assert chosen(5, 64) == chosen(32, 64) == "dot-table"
-    assert chosen(5, 63) == chosen(5, 64, parts=3) == "dot-load"
+    assert chosen(5, 63) == chosen(5, 72) == chosen(5, 64, parts=3) == "dot-load"
     assert chosen(33, 64) == chosen(5, 64, torch.float32) == chosen(1, 64, torch.float64) == "dense"
+    assert kernels.choose(*drawn(1, 8192, 64, torch.bfloat16)[:3]) == "gemv-table"
+    assert kernels.choose(*drawn(2, 8192, 64, torch.bfloat16)[:3]) == "mma"
     x, indices, palettes, _ = drawn(1, 48, 64, torch.bfloat16)
     assert kernels.choose(x, indices.to(torch.int16), palettes) == "dense"
-    longer = torch.zeros(65, device=DEVICE, dtype=torch.bfloat16)
-    assert kernels.choose(longer[1:].view(1, 64), indices, palettes) == "gemv-load"
-    for variant, columns in (("gemv-table", 63), ("dot-table", 72), ("bytes", 64)):
+    longer = torch.zeros(69, device=DEVICE, dtype=torch.bfloat16)
+    assert kernels.choose(longer[1:65].view(1, 64), indices, palettes) == "gemv-load"
+    assert kernels.choose(longer[4:68].view(1, 64), indices, palettes) == "gemv-table"
+    for variant, columns in (("gemv-table", 63), ("mma", 72), ("bytes", 64)):
         with pytest.raises(WeightError, match=f"{variant} cannot take these tensors"):
             kernels.indexed_linear(*drawn(1, 48, columns, torch.bfloat16), variant=variant)
 
@@ -185,7 +278,7 @@ def test_layers_of_a_language_model(rows: int, columns: int) -> None:
 @on_device
 def test_the_kernels_are_what_a_cuda_tensor_gets() -> None:
     tensors = drawn(1, 4096, 4096, torch.bfloat16)
-    assert torch.equal(indexed_linear(*tensors), kernels.indexed_linear(*tensors, variant="gemv-table"))
+    assert torch.equal(indexed_linear(*tensors), kernels.indexed_linear(*tensors, variant="mma"))
 
 
 @on_device

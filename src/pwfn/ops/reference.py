@@ -1,13 +1,14 @@
 """Plain torch, one line per formula: the truth that every kernel is compared with.
 
-The noise of a step is made anew wherever it is needed, from a generator seeded by (seed, step); it
-is never stored. Arithmetic is in float32, or in float64 where a vector is float64. An optimiser's
-state (momenta and the like) is of the free weights alone, in their order.
+The noise of a step is made anew wherever it is needed, from a generator seeded by (seed, step); on
+a CPU the latest is kept at hand. Arithmetic is in float32, or in float64 where a vector is float64.
+An optimiser's state (momenta and the like) is of the free weights alone, in their order.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,8 +80,18 @@ def noise(size: int, seed: int, step: int, device: torch.device | str) -> Tensor
     >>> torch.equal(noise(5, 0, 1, "cpu"), noise(5, 0, 1, "cpu"))
     True
     """
+    if torch.device(device).type == "cpu":
+        return _noise_on_cpu(size, seed, step)
     generator = torch.Generator(device).manual_seed(generator_seed(seed, step))
     return torch.randn(size, generator=generator, device=device)
+
+
+@lru_cache(maxsize=1)
+def _noise_on_cpu(size: int, seed: int, step: int) -> Tensor:
+    """Kept until the next step: on a CPU making it is what a step's passes cost most."""
+    generator = torch.Generator().manual_seed(generator_seed(seed, step))
+    with torch.inference_mode(False):  # or the next one to use it could not go backward
+        return torch.randn(size, generator=generator)
 
 
 def draw(

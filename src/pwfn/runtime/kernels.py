@@ -1,10 +1,10 @@
 """The kernels themselves, in Triton's language; ``triton.py`` beside this launches them.
 
-What bounds a product with one input is first the memory, a byte a weight, and soon after the look-ups:
-four instructions a weight already take two thirds of the time in which an H200 reads the indices. Random
-reads of one small table would collide in the 32 banks of shared memory three or four deep. So each program
-writes 32 copies of the palette there (32 KiB), one to a bank, and every lane reads its own: a look-up is a
-byte selection, a multiply-add for the address, and one shared read that nothing else stands in the way of.
+What bounds a product with few inputs is the memory, a byte a weight, and as much the look-ups: about four
+instructions a weight, and one read of shared memory. Random reads of one small table would collide in its 32
+banks three or four deep. So each program writes 32 copies of the palette there (32 KiB), one to a bank, and
+every lane reads its own: a look-up is a byte selection, a multiply-add for the address, and one shared read
+that nothing else stands in the way of. The palette's size changes nothing in this.
 """
 
 # A kernel's parameters are pointers and scalars of Triton's language, which has no Python types.
@@ -45,8 +45,9 @@ if triton is not None:
     # dynamic and begins behind it. A kernel may have 48 KiB of both without asking; Triton asks from there
     # on, for its own part alone, so its part must be below 16 KiB or above 48 KiB.
     _TABLE = tl.constexpr("{ .shared .align 128 .b8 copies[32768]; mov.u32 $0, copies; }")
-    # A thread writes all 32 copies of an entry, 16 bytes a time, each lane beginning elsewhere in the row
-    # so that eight lanes together touch all banks.
+
+    # A thread writes all 32 copies of an entry, or some where there are more threads than entries: 16 bytes
+    # a time, each lane beginning elsewhere in the row so that eight lanes together touch all banks.
     def _fill(count: int) -> Any:
         return tl.constexpr(
             "{ .reg .b32 lane, row, at; mov.u32 lane, %laneid; add.u32 lane, lane, $4;\n"
@@ -80,15 +81,6 @@ if triton is not None:
         )
         + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, c, d, 0x5410; }"
     )
-    # With at most 128 values a row of the table is 256 bytes, and a byte of the word is the address's.
-    _PAIRS_OF_FEW = tl.constexpr(
-        "{ .reg .b32 at, a, b, c, d;\n"
-        + "".join(
-            f"prmt.b32 at, $2, $4, 0x77{i}4; add.u32 at, at, $3; ld.shared.b32 {to}, [at];\n"
-            for i, to in enumerate("abcd")
-        )
-        + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, c, d, 0x5410; }"
-    )
     _STREAM = tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
     _KEEP = tl.constexpr(
         "ld.global.v4.b32 {$0, $1, $2, $3}, [$8];\nld.global.v4.b32 {$4, $5, $6, $7}, [$8 + 16];"
@@ -108,7 +100,6 @@ if triton is not None:
         "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
     )
     _FOUR_OF_WORD = tl.constexpr("=f,=f,=f,=f,r,r")
-    _FOUR_OF_BYTES = tl.constexpr("=f,=f,=f,=f,r,r,r,r,r")  # packed bytes are one register, the table four
 
 
 @_jit
@@ -118,7 +109,9 @@ def _table(palettes, size):
     entry = tl.arange(0, 256)
     value = tl.load(palettes + entry, mask=entry < size, other=0.0).to(tl.float32)
     bits = value.to(tl.int32, bitcast=True)
-    tl.inline_asm_elementwise(_FILL, "=r,r,r,r,r", [entry, bits, start, 0], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        _FILL, "=r,r,r,r,r", [entry, bits, start, 0], dtype=tl.int32, is_pure=False, pack=1
+    )
     tl.debug_barrier()
     # The look-ups need this, and it stays behind the barrier: so they do too.
     return tl.inline_asm_elementwise(_OWN_COPY, "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1)
@@ -239,26 +232,27 @@ def gemv_table(
 
 
 @_jit
-def _table_of_16_bits(palettes, size, FEW: tl.constexpr, WARPS: tl.constexpr):  # noqa: N803
-    """Writes the copies as :func:`_table` does; where they begin, this lane's or, FEW, the first."""
+def _palette(palettes, size, WARPS: tl.constexpr):  # noqa: N803
+    """An entry of the palette for each thread: of 16 bits, zero beyond the palette."""
+    entry = tl.arange(0, 32 * WARPS if WARPS > 8 else 256) % 256
+    value = tl.load(palettes + entry, mask=entry < size, other=0.0)
+    return value.to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@_jit
+def _table_of_16_bits(value, WARPS: tl.constexpr):  # noqa: N803
+    """Writes the copies as :func:`_table` does; where this lane's begins."""
     start = tl.inline_asm_elementwise(_TABLE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     thread = tl.arange(0, 32 * WARPS if WARPS > 8 else 256)
-    entry = thread % 256
-    value = entry // 2 if FEW else entry
-    bits = tl.load(palettes + value, mask=value < size, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
     tl.inline_asm_elementwise(
         _FILL if WARPS <= 8 else (_FILL_HALF if WARPS == 16 else _FILL_QUARTER),
         "=r,r,r,r,r",
-        [entry, bits, start, thread // 256 * (64 // WARPS if WARPS > 8 else 0)],
+        [thread % 256, value, start, thread // 256 * (64 // WARPS)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
     tl.debug_barrier()
-    if FEW:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1
-        )
     return tl.inline_asm_elementwise(_OWN_COPY, "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -284,10 +278,11 @@ def _words(at):
 
 
 @_jit
-def _eight(at, inside, EVEN: tl.constexpr):  # noqa: N803
-    """Sixteen numbers of x in eight registers."""
+def _eight(row, k, columns, EVEN: tl.constexpr):  # noqa: N803
+    """Sixteen numbers of x in eight registers, zeros from the last column on."""
     i = tl.int32
-    if EVEN:
+    at = row + tl.minimum(k, columns - 16).to(tl.int64) * 2
+    if EVEN:  # only loads ahead of need go beyond, and nobody looks at them
         made = tl.inline_asm_elementwise(
             _KEEP, "=r,=r,=r,=r,=r,=r,=r,=r,l", [at], dtype=(i, i, i, i, i, i, i, i), is_pure=False, pack=1
         )
@@ -295,7 +290,7 @@ def _eight(at, inside, EVEN: tl.constexpr):  # noqa: N803
         made = tl.inline_asm_elementwise(
             _KEEP_INSIDE,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r",
-            [at, inside],
+            [at, (k < columns).to(tl.int32)],
             dtype=(i, i, i, i, i, i, i, i),
             is_pure=False,
             pack=1,
@@ -304,49 +299,30 @@ def _eight(at, inside, EVEN: tl.constexpr):  # noqa: N803
 
 
 @_jit
-def _spread_weight(
-    pair,
+def _pairs(
+    word,
+    table,
     GROUPS: tl.constexpr,  # noqa: N803
-    STEPS: tl.constexpr,  # noqa: N803
-    TILES: tl.constexpr,  # noqa: N803
-    WARPS: tl.constexpr,  # noqa: N803
+    PLACES: tl.constexpr,  # noqa: N803
 ):
-    pair = tl.reshape(pair, [1, STEPS * TILES * WARPS, 32])
-    return tl.reshape(
-        tl.broadcast_to(pair, [GROUPS, STEPS * TILES * WARPS, 32]), [GROUPS * STEPS * TILES * WARPS, 32]
+    """The four weights of a word in two registers, for each group of inputs."""
+    first, second = tl.inline_asm_elementwise(
+        _PAIRS, "=r,=r,r,r", [word, table], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
+    first = tl.broadcast_to(tl.reshape(first, [1, PLACES, 32]), [GROUPS, PLACES, 32])
+    second = tl.broadcast_to(tl.reshape(second, [1, PLACES, 32]), [GROUPS, PLACES, 32])
+    return tl.reshape(first, [GROUPS * PLACES, 32]), tl.reshape(second, [GROUPS * PLACES, 32])
 
 
 @_jit
-def _spread_number(
+def _for_tiles(
     pair,
-    GROUPS: tl.constexpr,  # noqa: N803
-    STEPS: tl.constexpr,  # noqa: N803
     TILES: tl.constexpr,  # noqa: N803
     WARPS: tl.constexpr,  # noqa: N803
+    COUNT: tl.constexpr,  # noqa: N803
 ):
-    pair = tl.reshape(pair, [GROUPS * STEPS, 1, WARPS, 32])
-    return tl.reshape(
-        tl.broadcast_to(pair, [GROUPS * STEPS, TILES, WARPS, 32]), [GROUPS * STEPS * TILES * WARPS, 32]
-    )
-
-
-@_jit
-def _pairs(word, table, lane, FEW: tl.constexpr):  # noqa: N803
-    if FEW:
-        a, b = tl.inline_asm_elementwise(
-            _PAIRS_OF_FEW,
-            "=r,=r,r,r,r",
-            [word, table, lane],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a, b = tl.inline_asm_elementwise(
-            _PAIRS, "=r,=r,r,r", [word, table], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-        )
-    return a, b
+    pair = tl.broadcast_to(tl.reshape(pair, [COUNT, 1, WARPS, 32]), [COUNT, TILES, WARPS, 32])
+    return tl.reshape(pair, [COUNT * TILES * WARPS, 32])
 
 
 @_jit
@@ -361,28 +337,21 @@ def _multiplied(
     first,
     second,
     table,
-    lane4,
     GROUPS: tl.constexpr,  # noqa: N803
     STEPS: tl.constexpr,  # noqa: N803
     TILES: tl.constexpr,  # noqa: N803
     WARPS: tl.constexpr,  # noqa: N803
-    FEW: tl.constexpr,  # noqa: N803
 ):
-    """Adds a product of 16 rows, 16 columns and 8 inputs for each place."""
-    a, c = _pairs(upper, table, lane4, FEW)
-    b, d = _pairs(lower, table, lane4, FEW)
-    a = _spread_weight(a, GROUPS, STEPS, TILES, WARPS)
-    b = _spread_weight(b, GROUPS, STEPS, TILES, WARPS)
-    c = _spread_weight(c, GROUPS, STEPS, TILES, WARPS)
-    d = _spread_weight(d, GROUPS, STEPS, TILES, WARPS)
-    first = _spread_number(first, GROUPS, STEPS, TILES, WARPS)
-    second = _spread_number(second, GROUPS, STEPS, TILES, WARPS)
-    f = tl.float32
+    """Adds the product of 16 rows, 16 columns and 8 inputs at each place."""
+    a, c = _pairs(upper, table, GROUPS, STEPS * TILES * WARPS)
+    b, d = _pairs(lower, table, GROUPS, STEPS * TILES * WARPS)
+    first = _for_tiles(first, TILES, WARPS, GROUPS * STEPS)
+    second = _for_tiles(second, TILES, WARPS, GROUPS * STEPS)
     return tl.inline_asm_elementwise(
         _MMA_BFLOAT16 if x.dtype.element_ty == tl.bfloat16 else _MMA_FLOAT16,
         "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",
         [p, q, r, s, a, b, c, d, first, second],
-        dtype=(f, f, f, f),
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
         is_pure=True,
         pack=1,
     )
@@ -402,75 +371,81 @@ def mma(
     GROUPS: tl.constexpr,  # noqa: N803
     TILES: tl.constexpr,  # noqa: N803
     WARPS: tl.constexpr,  # noqa: N803
+    SPLIT: tl.constexpr,  # noqa: N803
     STEPS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
     EVEN: tl.constexpr,  # noqa: N803
-    FEW: tl.constexpr,  # noqa: N803
     ONE: tl.constexpr,  # noqa: N803
     BIAS: tl.constexpr,  # noqa: N803
 ):
-    """``W x^T`` by tensor cores, with each weight looked up in the register in which they want it."""
+    """``W x^T`` by tensor cores, each weight looked up into the register in which they want it.
+
+    Tiles are as in :func:`gemv_table`: the second axis is the lanes, the first counts groups of 8 inputs,
+    steps, a warp's tiles of 16 rows, and warps, of which SPLIT share the columns of the same rows. A lane
+    reads 16 indices of a row at once, and of the row eight below: lanes ``4 i`` to ``4 i + 3`` read 64 in
+    succession. The tensor cores take 16 columns at a time, four of a lane's each; which four of the 64
+    stand together is free as long as the numbers of x do the same. Their sums need no exchange between
+    lanes, and up to 8 inputs cost what one does.
+    """
+    value = _palette(palettes, size, WARPS)
+    stride: tl.constexpr = 64 * STEPS * SPLIT
     lane = tl.arange(0, 32)[None, :]
     place = tl.arange(0, STEPS * TILES * WARPS)[:, None]
-    row = tl.program_id(0) * (16 * TILES) + place // WARPS % TILES * 16 + lane // 4
-    k = (place % WARPS * STEPS + place // (TILES * WARPS)) * 64 + lane % 4 * 16
+    tile = place % WARPS // SPLIT * TILES + place // WARPS % TILES
+    row = tl.program_id(0) * (16 * TILES * (WARPS // SPLIT)) + tile * 16 + lane // 4
+    k = (place % SPLIT * STEPS + place // (TILES * WARPS)) * 64 + lane % 4 * 16
+    # Nothing beyond the last row is stored, and beyond the last column x is zero: there a lane may read
+    # what it likes, so it reads the end.
+    last = columns - 16
     upper = indices.to(tl.int64) + tl.minimum(row, rows - 1).to(tl.int64) * columns
     lower = indices.to(tl.int64) + tl.minimum(row + 8, rows - 1).to(tl.int64) * columns
-    x_place = tl.arange(0, GROUPS * STEPS * WARPS)[:, None]
-    m = tl.minimum(x_place // (STEPS * WARPS) * 8 + lane // 4, inputs - 1)
-    x_k = (x_place % WARPS * STEPS + x_place // WARPS % STEPS) * 64 + lane % 4 * 16
-    x_at = x.to(tl.int64) + (m.to(tl.int64) * columns + x_k) * 2
-    last = columns - 16
     u0, u1, u2, u3 = _words(upper + tl.minimum(k, last))
     l0, l1, l2, l3 = _words(lower + tl.minimum(k, last))
-    k += 64 * STEPS * WARPS
-    if DEPTH == 2:
+    x_place = tl.arange(0, GROUPS * STEPS * WARPS)[:, None]
+    x_k = (x_place % SPLIT * STEPS + x_place // WARPS % STEPS) * 64 + lane % 4 * 16
+    m = tl.minimum(x_place // (STEPS * WARPS) * 8 + lane // 4, inputs - 1)
+    x_row = x.to(tl.int64) + m.to(tl.int64) * columns * 2
+    if GROUPS == 1:  # there are registers to read x ahead too
+        a, b, c, d, e, f, g, h = _eight(x_row, x_k, columns, EVEN)
+    _loads_before_here()
+    table = _table_of_16_bits(value, WARPS)
+    p = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
+    q, r, s = p, p, p
+    for _ in range(0, columns, stride):
+        k += stride
         n0, n1, n2, n3 = _words(upper + tl.minimum(k, last))
         o0, o1, o2, o3 = _words(lower + tl.minimum(k, last))
-        k += 64 * STEPS * WARPS
-    _loads_before_here()
-    table = _table_of_16_bits(palettes, size, FEW, WARPS)
-    lane4 = lane * 4
-    p = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
-    q = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
-    r = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
-    s = tl.zeros([GROUPS * STEPS * TILES * WARPS, 32], tl.float32)
-    for start in range(0, columns, 64 * STEPS * WARPS):
-        g0, g1, g2, g3 = _words(upper + tl.minimum(k, last))
-        h0, h1, h2, h3 = _words(lower + tl.minimum(k, last))
-        k += 64 * STEPS * WARPS
-        inside = (start + x_k < columns).to(tl.int32)
-        a, b, c, d, e, f, g, h = _eight(x_at, inside, EVEN)
-        _loads_before_here()
-        p, q, r, s = _multiplied(x, p, q, r, s, u0, l0, a, b, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
-        p, q, r, s = _multiplied(x, p, q, r, s, u1, l1, c, d, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
-        p, q, r, s = _multiplied(x, p, q, r, s, u2, l2, e, f, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
-        p, q, r, s = _multiplied(x, p, q, r, s, u3, l3, g, h, table, lane4, GROUPS, STEPS, TILES, WARPS, FEW)
-        x_at += 128 * STEPS * WARPS
-        if DEPTH == 2:
-            u0, u1, u2, u3 = n0, n1, n2, n3
-            l0, l1, l2, l3 = o0, o1, o2, o3
-            n0, n1, n2, n3 = g0, g1, g2, g3
-            o0, o1, o2, o3 = h0, h1, h2, h3
+        if GROUPS == 1:
+            x_k += stride
+            a1, b1, c1, d1, e1, f1, g1, h1 = _eight(x_row, x_k, columns, EVEN)
         else:
-            u0, u1, u2, u3 = g0, g1, g2, g3
-            l0, l1, l2, l3 = h0, h1, h2, h3
-    # A lane has two neighbouring inputs of two rows, eight apart; all are summed over warps at once.
+            a, b, c, d, e, f, g, h = _eight(x_row, x_k, columns, EVEN)
+            x_k += stride
+        _loads_before_here()
+        p, q, r, s = _multiplied(x, p, q, r, s, u0, l0, a, b, table, GROUPS, STEPS, TILES, WARPS)
+        p, q, r, s = _multiplied(x, p, q, r, s, u1, l1, c, d, table, GROUPS, STEPS, TILES, WARPS)
+        p, q, r, s = _multiplied(x, p, q, r, s, u2, l2, e, f, table, GROUPS, STEPS, TILES, WARPS)
+        p, q, r, s = _multiplied(x, p, q, r, s, u3, l3, g, h, table, GROUPS, STEPS, TILES, WARPS)
+        u0, u1, u2, u3 = n0, n1, n2, n3
+        l0, l1, l2, l3 = o0, o1, o2, o3
+        if GROUPS == 1:
+            a, b, c, d, e, f, g, h = a1, b1, c1, d1, e1, f1, g1, h1
+    # A lane has the sums of two neighbouring inputs with two rows, eight apart.
+    parts: tl.constexpr = WARPS // SPLIT
     if ONE:
-        total = tl.reshape(tl.join(p, r), [GROUPS, STEPS, TILES, WARPS, 64])
-        place = tl.arange(0, 64)[None, None, :]
-        m = place // 2 % 4 * 2
-        down = place % 2 * 8
-        part = place // 8
+        total = tl.reshape(tl.join(p, r), [GROUPS, STEPS, TILES, parts, SPLIT, 64])
+        at = tl.arange(0, 64)[None, None, None, :]
+        m = at // 2 % 4 * 2
+        n = at // 8 + at % 2 * 8
     else:
-        total = tl.reshape(tl.join(tl.join(p, q), tl.join(r, s)), [GROUPS, STEPS, TILES, WARPS, 128])
-        place = tl.arange(0, 128)[None, None, :]
-        m = place // 4 % 4 * 2 + place // 2 % 2
-        down = place % 2 * 8
-        part = place // 16
-    result = tl.sum(tl.sum(total, 1), 2)
-    m += tl.arange(0, GROUPS)[:, None, None] * 8
-    n = tl.program_id(0) * (16 * TILES) + tl.arange(0, TILES)[None, :, None] * 16 + part + down
+        total = tl.join(tl.join(p, q), tl.join(r, s))
+        total = tl.reshape(total, [GROUPS, STEPS, TILES, parts, SPLIT, 128])
+        at = tl.arange(0, 128)[None, None, None, :]
+        m = at // 4 % 4 * 2 + at // 2 % 2
+        n = at // 16 + at % 2 * 8
+    result = tl.sum(tl.sum(total, 1), 3)
+    m += tl.arange(0, GROUPS)[:, None, None, None] * 8
+    tile = tl.arange(0, parts)[None, None, :, None] * TILES + tl.arange(0, TILES)[None, :, None, None]
+    n += (tl.program_id(0) * (TILES * parts) + tile) * 16
     if BIAS:
         result += tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32)
     tl.store(out + m.to(tl.int64) * rows + n, result, mask=(m < inputs) & (n < rows))
@@ -518,7 +493,7 @@ def gemv_load(
 
 
 @_jit
-def dot(
+def dot_load(
     x,
     indices,
     palettes,
@@ -533,15 +508,11 @@ def dot(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     BIAS: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
 ):
     """``W x^T`` on tensor cores, a tile of W looked up at a time; the tiles to come are on their way."""
     m = tl.arange(0, BATCH)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, COLUMNS)
-    table = 0
-    if TABLE:
-        table = _table(palettes, size)
     palette = palettes + (n // rows_a_part * size)[:, None]
     index_at = indices + n[:, None].to(tl.int64) * columns + k[None, :]
     x_at = x + m[None, :].to(tl.int64) * columns + k[:, None]
@@ -551,13 +522,8 @@ def dot(
         both = inside[None, :] & (n < rows)[:, None]
         index = tl.load(index_at, mask=both, other=0)
         number = tl.load(x_at, mask=inside[:, None] & (m < inputs)[None, :], other=0.0)
-        if TABLE:
-            weight = tl.inline_asm_elementwise(
-                _LOOKUP, _FOUR_OF_BYTES, [index, table], dtype=tl.float32, is_pure=True, pack=4
-            )
-        else:
-            wide = index.to(tl.int32)
-            weight = tl.load(palette + wide, mask=both & (wide < size), other=0.0)
+        wide = index.to(tl.int32)
+        weight = tl.load(palette + wide, mask=both & (wide < size), other=0.0)
         total = tl.dot(weight.to(x.dtype.element_ty), number, total)
         index_at += COLUMNS
         x_at += COLUMNS

@@ -28,23 +28,29 @@ MOST_INPUTS = 32
 FEW_INPUTS = 4
 """Up to here it sums products, in any type; beyond it takes tensor cores, and 16-bit numbers only."""
 
+# Not torch.library.custom_op, whose layers of Python take longer than a small layer's kernel.
+_LIBRARY = torch.library.Library("pwfn", "FRAGMENT")
+
 _INDEX_TYPES = (torch.uint8, torch.int16, torch.int32)
 
 
 def _kernel(name: str) -> Callable[..., Any]:
+    found: list[Callable[..., Any]] = []
+
     def launch(*args: Any) -> Any:
-        return getattr(import_module("pwfn.runtime.triton"), name)(*args)
+        if not found:
+            found.append(getattr(import_module("pwfn.runtime.triton"), name))
+        return found[0](*args)
 
     return launch
 
 
 def _define(name: str) -> Any:  # of a class that torch does not name in public
-    op = torch.library.custom_op(
-        f"pwfn::{name}", getattr(reference, name), mutates_args=(), schema=SCHEMAS[name]
-    )
+    _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
     if find_spec("triton") is not None:  # looks for it without importing it
-        op.register_kernel("cuda", _kernel(name))
-    return op
+        _LIBRARY.impl(name, _kernel(name), "CUDA")
+    return getattr(torch.ops.pwfn, name).default
 
 
 _expand = _define("expand")
@@ -70,9 +76,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad @ _expand(indices, palettes, 0, 0, indices.shape[0]), None, None, None
 
 
-_expand.register_fake(_empty_weight)
-_indexed_linear.register_fake(_empty_output)
-_indexed_linear.register_autograd(_gradients, setup_context=_remember)
+torch.library.register_fake("pwfn::expand", _empty_weight, lib=_LIBRARY)
+torch.library.register_fake("pwfn::indexed_linear", _empty_output, lib=_LIBRARY)
+torch.library.register_autograd("pwfn::indexed_linear", _gradients, setup_context=_remember, lib=_LIBRARY)
 
 
 def expand(indices: Tensor, palettes: Tensor, axis: int = 0, start: int = 0, length: int = 0) -> Tensor:
