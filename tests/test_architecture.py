@@ -18,7 +18,7 @@ import pwfn
 ROOT = Path(pwfn.__file__).parent
 
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("version", "errors"),
+    ("version", "errors", "distinct"),
     ("config",),
     ("options",),
     ("coverage",),

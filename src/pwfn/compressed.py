@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn import ops
+from pwfn.distinct import distinct
 from pwfn.errors import LayoutError, WeightError
 from pwfn.layout import Entry, Layout
 
@@ -206,7 +207,7 @@ class Compressed:
 
 
 def _whole(layout: Layout, values: Tensor) -> tuple[tuple[Tensor, ...], tuple[Division, ...], Tensor]:
-    codebook, indices = torch.unique(values, return_inverse=True)
+    codebook, indices = distinct(values)
     return (codebook,), (Division(),) * len(layout.entries), indices
 
 
@@ -227,9 +228,9 @@ def _divided(
         share = values[entry.span].view(shape).tensor_split(parts, axis)
         divisions.append(Division(tuple(range(len(books), len(books) + parts)), axis))
         for where, part in zip(place, share, strict=True):
-            book, index = torch.unique(part, return_inverse=True)
+            book, index = distinct(part.reshape(-1))
             books.append(book)
-            where.copy_(index)
+            where.copy_(index.view(part.shape))
     return tuple(books), tuple(divisions), indices
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pwfn import pow2
+from pwfn.distinct import counted, distinct
 from pwfn.layout import Entry, Kind, Layout
 
 
@@ -21,7 +22,7 @@ def entropy_bits(values: Tensor) -> float:
     >>> entropy_bits(torch.tensor([0.5, 0.5, 0.25, -0.25]))
     1.5
     """
-    return _entropy_bits(torch.unique(values, return_counts=True)[1])
+    return _entropy_bits(counted(values.reshape(-1))[1])
 
 
 def _entropy_bits(counts: Tensor) -> float:
@@ -48,7 +49,7 @@ class Pool:
         >>> Pool.of(torch.tensor([0.5, 0.5, 0.375, 0.0])).power_of_two_share
         0.75
         """
-        return cls._counted(*torch.unique(values, return_counts=True))
+        return cls._counted(*counted(values.reshape(-1)))
 
     @classmethod
     def _counted(cls, values: Tensor, counts: Tensor) -> Pool:
@@ -82,17 +83,17 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
     First and last are the first and the last layer in the order in which the model defines them.
     """
     # One sort for all pools: what is left is counting small integers.
-    distinct, index = torch.unique(values.detach(), return_inverse=True)
+    book, index = distinct(values.detach())
     counts = {
-        entry.name: torch.bincount(index[entry.span], minlength=distinct.numel()) for entry in layout.entries
+        entry.name: torch.bincount(index[entry.span], minlength=book.numel()) for entry in layout.entries
     }
     whole = torch.stack(list(counts.values())).sum(0)
     inner = [counts[entry.name] for entry in inner_entries(layout)]
     return Summary(
-        whole=Pool._counted(distinct, whole),
-        inner=Pool._counted(distinct, torch.stack(inner).sum(0) if inner else torch.zeros_like(whole)),
-        layers={name: Pool._counted(distinct, own) for name, own in counts.items()},
-        orders=_orders(distinct, whole),
+        whole=Pool._counted(book, whole),
+        inner=Pool._counted(book, torch.stack(inner).sum(0) if inner else torch.zeros_like(whole)),
+        layers={name: Pool._counted(book, own) for name, own in counts.items()},
+        orders=_orders(book, whole),
     )
 
 
@@ -108,7 +109,7 @@ def orders(values: Tensor) -> dict[int, int]:
     >>> orders(torch.tensor([0.0, 0.5, -0.25, 0.375]))
     {0: 1, 1: 2, 2: 1}
     """
-    return _orders(*torch.unique(values, return_counts=True))
+    return _orders(*counted(values.reshape(-1)))
 
 
 def _orders(distinct: Tensor, counts: Tensor) -> dict[int, int]:

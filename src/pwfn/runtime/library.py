@@ -26,7 +26,7 @@ SCHEMAS: dict[str, str] = {
 MOST_INPUTS = 32
 """A kernel looks up for so many inputs (rows of x) at once; beyond, a dense temporary is the cheaper way."""
 FEW_INPUTS = 4
-"""Up to here it sums products, in any type; beyond it takes tensor cores, and 16-bit numbers only."""
+"""Up to here in any type; beyond it takes tensor cores, and 16-bit numbers only."""
 
 # Not torch.library.custom_op, whose layers of Python take longer than a small layer's kernel.
 _LIBRARY = torch.library.Library("pwfn", "FRAGMENT")

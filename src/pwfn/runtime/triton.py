@@ -13,8 +13,8 @@ A table holds one palette; with several, each for a part of the rows, palettes a
 memory besides the result, so all can be captured in a CUDA graph.
 
 Against ``F.linear`` with bf16 weights on an H200, layers of 4096 to 14336 rows and columns take about two
-thirds of the time for one input and three quarters for up to 8; 16 inputs take about as long, and 32 a tenth
-to a quarter longer: from there on the gain is memory, not time. The look-ups bound it: a multiprocessor
+thirds of the time for one input, three quarters for up to 8 and somewhat less than all of it for 16; for 32
+they take up to an eighth longer, where the gain is memory, not time. The look-ups bound it: a multiprocessor
 makes them hardly faster than the indices come from memory.
 """
 
@@ -53,7 +53,7 @@ class Mma(NamedTuple):
     steps: int
 
     def fits(self, inputs: int) -> bool:
-        """Whether the sums of so many inputs have room beside the table, in the memory free for the asking."""
+        """Whether the sums of so many inputs have room beside the table, in the first 48 KiB."""
         return self.warps * -(-inputs // 8) <= 16
 
 
