@@ -35,20 +35,6 @@ def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in this process, which is quicker."""
-
-    def called(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anything", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return called
-
-
 @pytest.mark.parametrize("argument", ["--version", "--help"])
 def test_the_script_and_the_module_are_the_same_command(argument: str) -> None:
     script, module = run(SCRIPT, argument), run(MODULE, argument)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pwfn import Config, DataError, PwfnError, cli
+from pwfn import Config, DataError, PwfnError
 from pwfn.dryrun import Forecast, forecast
 from pwfn.errors import TooLargeError
 from pwfn.options import RunOptions
@@ -30,18 +29,6 @@ UNTRAINED = Config().override(
 def options(folder: Path, **changes: Any) -> RunOptions:
     usual = {"model": "digits_resnet", "data": "digits", "weights": "random", "device": "cpu"}
     return RunOptions(out=folder, **{**usual, "batch_size": 64, **changes})
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def called(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pwfn", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return called
 
 
 def test_where_nothing_is_trained_the_forecast_is_the_result(tmp_path: Path) -> None:

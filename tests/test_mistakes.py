@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pwfn import Config, GaussianNetwork, cli, models
+from pwfn import Config, GaussianNetwork, models
 from pwfn.options import RunOptions
 from pwfn.runs import run
 
@@ -23,20 +22,6 @@ SETTINGS = (
     *("--set", "schedule.fractions=[1.0]", "--set", "training.steps_per_epoch=1"),
     *("--set", "finish.polish_epochs=0", "--set", "schedule.warmup_epochs=1"),
 )
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in this process."""
-
-    def called(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pwfn", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return called
 
 
 @pytest.fixture

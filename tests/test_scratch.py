@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pwfn import ConfigError, DataError, DivergedError, cli, data
+from pwfn import ConfigError, DataError, DivergedError, data
 from pwfn.config import Precision
 from pwfn.errors import FileError
 from pwfn.models import OWN, VisionTransformer, create, data_config, load_weights
@@ -337,26 +338,18 @@ def test_weights_into_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in this process, which is quicker."""
-
-    def called(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anything", "train", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return called
+def train_command(call: Any) -> Any:
+    """The command ``pwfn train`` in this process."""
+    return partial(call, "train")
 
 
 def on_digits(out: Path, *more: str) -> tuple[str, ...]:
     return ("--model", "digits_resnet", "--data", "digits", "--out", str(out), "--device", "cpu", *more)
 
 
-def test_a_network_is_trained_and_its_weights_load_again(call: Any, tmp_path: Path) -> None:
+def test_a_network_is_trained_and_its_weights_load_again(train_command: Any, tmp_path: Path) -> None:
     path = tmp_path / "digits.safetensors"
-    status, out, err = call(*on_digits(path, "--epochs", "2", "--seed", "3"))
+    status, out, err = train_command(*on_digits(path, "--epochs", "2", "--seed", "3"))
     assert (status, err) == (0, "")
     title, heads, first, last, sentence = out.splitlines()
     assert title == "digits_resnet on digits, 1,347 images: 2 epochs in batches of 32, fp32 on cpu"
@@ -383,10 +376,12 @@ def test_a_network_is_trained_and_its_weights_load_again(call: Any, tmp_path: Pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_facts_of_a_training_as_json(call: Any, tmp_path: Path) -> None:
+def test_the_facts_of_a_training_as_json(train_command: Any, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     numbers = ("--epochs", "1", "--batch-size", "64", "--learning-rate", "0.05", "--precision", "bf16")
-    status, out, err = call(*on_digits(path, *numbers, "--limit", "256", "--holdout", "128", "--json"))
+    status, out, err = train_command(
+        *on_digits(path, *numbers, "--limit", "256", "--holdout", "128", "--json")
+    )
     assert (status, err, out.count("\n")) == (0, "", 1)
     facts = json.loads(out)
     assert facts["file"] == str(path)
@@ -439,8 +434,8 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     assert not same(first, weights(2))
 
 
-def test_help_names_every_option_and_says_that_training_does_not_resume(call: Any) -> None:
-    status, out, _ = call("--help")
+def test_help_names_every_option_and_says_that_training_does_not_resume(train_command: Any) -> None:
+    status, out, _ = train_command("--help")
     text = " ".join(out.split())
     names = [f"--{name.replace('_', '-')}" for name in vars(command.TrainOptions("", "", Path()))]
     assert status == 0
@@ -476,11 +471,11 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_mistake_is_one_sentence_before_any_training(
-    call: Any, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+    train_command: Any, tmp_path: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
     (tmp_path / "old").write_text("old")
     given = on_digits(tmp_path / "w", *(word.format(folder=tmp_path) for word in arguments))
-    status, out, err = call(*given)
+    status, out, err = train_command(*given)
     assert (status, out) == (2, "")
     assert err.startswith(f"pwfn: {sentence.format(folder=tmp_path)}")
     assert err.count("\n") == 1
@@ -488,20 +483,20 @@ def test_a_mistake_is_one_sentence_before_any_training(
 
 
 @pytest.mark.usefixtures("no_training")
-def test_a_read_only_file_is_not_replaced_by_force(call: Any, tmp_path: Path) -> None:
+def test_a_read_only_file_is_not_replaced_by_force(train_command: Any, tmp_path: Path) -> None:
     path = tmp_path / "old"
     path.write_text("old")
     path.chmod(0o444)
-    status, _, err = call(*on_digits(path, "--force"))
+    status, _, err = train_command(*on_digits(path, "--force"))
     assert status == 2
     assert err.startswith(f"pwfn: {path}: is read-only")
     assert path.read_text() == "old"
 
 
-def test_force_replaces_a_file(call: Any, tmp_path: Path) -> None:
+def test_force_replaces_a_file(train_command: Any, tmp_path: Path) -> None:
     path = tmp_path / "old"
     path.write_text("old")
-    assert call(*on_digits(path, "--force", "--epochs", "1", "--limit", "64"))[0] == 0
+    assert train_command(*on_digits(path, "--force", "--epochs", "1", "--limit", "64"))[0] == 0
     load_weights(create("digits_resnet"), path)
     assert list(tmp_path.iterdir()) == [path]
 

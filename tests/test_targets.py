@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from test_checkpoint import CONFIG, STEPS, CutOffError, Shuffled, network
 from torch.nn import functional as F
 
-from pwfn import Compressed, Config, ConfigError, Progress, Result, cli, compress, load
+from pwfn import Compressed, Config, ConfigError, Progress, Result, compress, load
 from pwfn.batches import Source
 from pwfn.checkpoint import Store, from_plain, to_plain
 from pwfn.config import TargetConfig
@@ -310,18 +309,6 @@ TINY = (
     *("--set", "schedule.fractions=[0.5, 0.9, 1.0]", "--set", "schedule.epochs_per_round=0.2"),
     *("--set", "finish.polish_epochs=0.1", "--set", "finish.reestimate_epochs=0.2", "--batch-size", "64"),
 )
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def called(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pwfn", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return called
 
 
 def logged(folder: Path, event: str) -> list[dict[str, Any]]:

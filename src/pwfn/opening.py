@@ -91,12 +91,8 @@ def open_data(options: RunOptions, preparation: DataConfig, seed: int, team: Tea
     """The data by name, prepared as the network needs them; a process's share where there are several."""
     return data.open_source(
         options.data,
-        DataOptions(
-            mean=preparation.mean,
-            std=preparation.std,
-            image_size=preparation.image_size,
-            interpolation=preparation.interpolation,
-            crop_pct=preparation.crop_pct,
+        DataOptions.prepared(
+            preparation,
             batch_size=options.batch_size,
             test_batch_size=options.test_batch_size,
             seed=seed,

@@ -12,6 +12,7 @@ import torch
 
 from pwfn.data.epochs import Epochs, check_share
 from pwfn.errors import DataError
+from pwfn.models import DataConfig
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 _HASHED_BYTES = 2**28  # of an array; of a longer one every n-th row is looked at
@@ -61,6 +62,18 @@ class DataOptions:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise DataError(f"{name} is {value}: allowed is a whole number of at least {low}")
+
+    @classmethod
+    def prepared(cls, preparation: DataConfig, **options: Any) -> DataOptions:
+        """Options for the images of a network that is known how to prepare them for."""
+        return cls(
+            mean=preparation.mean,
+            std=preparation.std,
+            image_size=preparation.image_size,
+            interpolation=preparation.interpolation,
+            crop_pct=preparation.crop_pct,
+            **options,
+        )
 
     def divide(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The training images to train on, and those held out to test on (None: the source's own).

@@ -8,14 +8,13 @@ itself is imported with the first call on a CUDA tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pwfn.ops import reference
+from pwfn.ops.registration import define
 
 SCHEMAS: dict[str, str] = {
     "draw": (
@@ -42,24 +41,11 @@ SCHEMAS: dict[str, str] = {
 }
 """Of each operation the schema, in which a ! marks what it writes to."""
 
-# Not torch.library.custom_op, which is safer and slower: its layers of Python would take a tenth of a
-# millisecond for each call that writes in place, as long as the kernels themselves.
 _LIBRARY = torch.library.Library("pwfn", "DEF")
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    def launch(*args: Any) -> Any:
-        return getattr(import_module("pwfn.ops.triton"), name)(*args)
-
-    return launch
-
-
-def _define(name: str) -> Any:  # of a class that torch does not name in public
-    _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-    if find_spec("triton") is not None:  # looks for it without importing it
-        _LIBRARY.impl(name, _kernel(name), "CUDA")
-    return getattr(torch.ops.pwfn, name).default
+def _define(name: str) -> Any:
+    return define(_LIBRARY, name, SCHEMAS[name], getattr(reference, name), "pwfn.ops.triton")
 
 
 draw = _define("draw")

@@ -7,15 +7,13 @@ call on a CUDA tensor. A gradient goes to the input alone: indices have none, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pwfn.errors import WeightError
+from pwfn.ops.registration import define
 from pwfn.runtime import reference
 
 SCHEMAS: dict[str, str] = {
@@ -28,29 +26,13 @@ MOST_INPUTS = 32
 FEW_INPUTS = 4
 """Up to here in any type; beyond it takes tensor cores, and 16-bit numbers only."""
 
-# Not torch.library.custom_op, whose layers of Python take longer than a small layer's kernel.
 _LIBRARY = torch.library.Library("pwfn", "FRAGMENT")
 
 _INDEX_TYPES = (torch.uint8, torch.int16, torch.int32)
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    found: list[Callable[..., Any]] = []
-
-    def launch(*args: Any) -> Any:
-        if not found:
-            found.append(getattr(import_module("pwfn.runtime.triton"), name))
-        return found[0](*args)
-
-    return launch
-
-
-def _define(name: str) -> Any:  # of a class that torch does not name in public
-    _LIBRARY.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-    if find_spec("triton") is not None:  # looks for it without importing it
-        _LIBRARY.impl(name, _kernel(name), "CUDA")
-    return getattr(torch.ops.pwfn, name).default
+def _define(name: str) -> Any:
+    return define(_LIBRARY, name, SCHEMAS[name], getattr(reference, name), "pwfn.runtime.triton")
 
 
 _expand = _define("expand")

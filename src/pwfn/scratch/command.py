@@ -138,12 +138,8 @@ def _check_target(path: Path, force: bool) -> None:
 def _data(options: TrainOptions, recipe: Recipe, preparation: DataConfig, device: torch.device) -> Data:
     return data.open_source(
         options.data,
-        DataOptions(
-            mean=preparation.mean,
-            std=preparation.std,
-            image_size=preparation.image_size,
-            interpolation=preparation.interpolation,
-            crop_pct=preparation.crop_pct,
+        DataOptions.prepared(
+            preparation,
             batch_size=recipe.batch_size,
             seed=recipe.seed,
             device=device,
