@@ -318,9 +318,8 @@ def _read(content: bytes) -> Compressed:
 def _quartiles(values: Tensor) -> tuple[float, float, float]:
     if values.numel() == 0:
         return (0.0, 0.0, 0.0)
-    ascending = values.sort().values
     at = [round(q * (values.numel() - 1)) for q in (0.25, 0.5, 0.75)]
-    low, middle, high = ascending[at].tolist()
+    low, middle, high = (float(values.kthvalue(position + 1).values) for position in at)
     return (low, middle, high)
 
 
