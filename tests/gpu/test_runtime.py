@@ -282,6 +282,8 @@ def test_the_kernels_are_what_a_cuda_tensor_gets() -> None:
 
 
 @on_device
+# torch's own warning that the mode is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("inputs", [1, 4, 16, 32])
 def test_can_be_captured_and_takes_no_more_than_its_result(inputs: int) -> None:
     tensors = drawn(inputs, 4096, 4096, torch.bfloat16)
@@ -289,8 +291,8 @@ def test_can_be_captured_and_takes_no_more_than_its_result(inputs: int) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         made = indexed_linear(*tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -29,11 +29,7 @@ def define(
 
 
 def _launcher(kernels: str, name: str) -> Callable[..., Any]:
-    found: list[Callable[..., Any]] = []
-
     def launch(*args: Any) -> Any:
-        if not found:
-            found.append(getattr(import_module(kernels), name))
-        return found[0](*args)
+        return getattr(import_module(kernels), name)(*args)
 
     return launch
