@@ -19,6 +19,7 @@ ROOT = Path(pwfn.__file__).parent
 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version", "errors", "distinct"),
+    ("checks",),
     ("config",),
     ("options",),
     ("coverage",),

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
-import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
+from pwfn.checks import Choice, Fractions, Number, Section, Selectors, Switch, setting
 from pwfn.errors import ConfigError
 
 PAPER_FRACTIONS: tuple[float, ...] = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 1.0)
@@ -61,235 +60,122 @@ class Precision(StrEnum):
 
 
 @dataclass(frozen=True)
-class _Number:
-    """A check for a number: its range, and whether it must be whole or may be off."""
-
-    low: float
-    high: float = math.inf
-    above_low: bool = False
-    whole: bool = False
-    optional: bool = False
-
-    def allowed(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        edge = "above" if self.above_low else "of at least"
-        text = f"{kind} {edge} {self.low:g}"
-        if self.high != math.inf:
-            text += f" and at most {self.high:g}"
-        return text + (', or "off"' if self.optional else "")
-
-    def __call__(self, value: Any) -> Any:
-        if self.optional and (value is None or value == "off"):
-            return None
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or (self.whole and value != int(value)):
-            raise ValueError
-        if value < self.low or value > self.high or (self.above_low and value == self.low):
-            raise ValueError
-        return int(value) if self.whole else float(value)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A check for one of an enum's values, by name or as the enum itself."""
-
-    enum: type[StrEnum]
-
-    def allowed(self) -> str:
-        return "one of " + ", ".join(f'"{member}"' for member in self.enum)
-
-    def __call__(self, value: Any) -> StrEnum:
-        return self.enum(value)
-
-
-@dataclass(frozen=True)
-class _Switch:
-    def allowed(self) -> str:
-        return "true or false"
-
-    def __call__(self, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class _Fractions:
-    def allowed(self) -> str:
-        return "an increasing list of numbers above 0 and at most 1, the last of them 1"
-
-    def __call__(self, value: Any) -> tuple[float, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError
-        inside = _Number(0, 1, above_low=True)
-        numbers = tuple(inside(item) for item in value)
-        rising = all(a < b for a, b in itertools.pairwise(numbers))
-        if not numbers or not rising or numbers[-1] != 1.0:
-            raise ValueError
-        return numbers
-
-
-@dataclass(frozen=True)
-class _Selectors:
-    def allowed(self) -> str:
-        return 'a list of name patterns ("head.*"), "type:CLASS" strings or module classes'
-
-    def __call__(self, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError
-        return tuple(self._selector(item) for item in value)
-
-    @staticmethod
-    def _selector(item: Any) -> str:
-        if isinstance(item, type):
-            return f"type:{item.__module__}.{item.__qualname__}"
-        if not isinstance(item, str) or not item:
-            raise ValueError
-        return item
-
-
-_Check: TypeAlias = _Number | _Choice | _Switch | _Fractions | _Selectors
-
-
-def _setting(default: Any, check: _Check, help: str) -> Any:
-    return field(default=default, metadata={"check": check, "help": help})
-
-
-class _Section:
-    """Checks every field against its declaration when the section is made."""
-
-    _name = ""
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            value = getattr(self, item.name)
-            check: _Check = item.metadata["check"]
-            try:
-                object.__setattr__(self, item.name, check(value))
-            except (ValueError, TypeError, OverflowError):
-                where = f"{self._name}.{item.name}" if self._name else item.name
-                raise ConfigError(f"{where} is {value!r}: allowed is {check.allowed()}") from None
-
-
-@dataclass(frozen=True)
-class LayoutConfig(_Section):
+class LayoutConfig(Section):
     """Which parameters are compressed, beyond the weights and biases of conv and linear layers."""
 
     _name = "layout"
-    include: Sequence[str | type] = _setting((), _Selectors(), "compress these as well")
-    exclude: Sequence[str | type] = _setting((), _Selectors(), "leave these out (wins over include)")
+    include: Sequence[str | type] = setting((), Selectors(), "compress these as well")
+    exclude: Sequence[str | type] = setting((), Selectors(), "leave these out (wins over include)")
 
 
 @dataclass(frozen=True)
-class PosteriorConfig(_Section):
+class PosteriorConfig(Section):
     """The Gaussian weights: where sigma starts, and what keeps it from collapsing."""
 
     _name = "posterior"
-    init: SigmaInit = _setting(SigmaInit.POWERS, _Choice(SigmaInit), "where sigma starts")
-    constant_sigma: float = _setting(
-        1e-3, _Number(0, above_low=True), 'the starting sigma for init = "constant"'
+    init: SigmaInit = setting(SigmaInit.POWERS, Choice(SigmaInit), "where sigma starts")
+    constant_sigma: float = setting(
+        1e-3, Number(0, above_low=True), 'the starting sigma for init = "constant"'
     )
-    alpha: float = _setting(2**-11, _Number(0), "strength of the regulariser")
-    cap: float = _setting(0.05, _Number(0, above_low=True), "S: sigma above it is not rewarded")
-    noise_on_fixed: bool = _setting(True, _Switch(), "fixed weights are sampled in training too")
+    alpha: float = setting(2**-11, Number(0), "strength of the regulariser")
+    cap: float = setting(0.05, Number(0, above_low=True), "S: sigma above it is not rewarded")
+    noise_on_fixed: bool = setting(True, Switch(), "fixed weights are sampled in training too")
 
 
 @dataclass(frozen=True)
-class ClusteringConfig(_Section):
+class ClusteringConfig(Section):
     """One fixing round."""
 
     _name = "clustering"
-    rule: Rule = _setting(Rule.EACH, _Choice(Rule), "which weights are fixed at a centre")
-    b: int = _setting(7, _Number(0, 30, whole=True), "smallest power of two is 2^-b")
-    delta: float = _setting(1.0, _Number(0, above_low=True), "first threshold, in sigmas")
-    omega_max: int = _setting(4, _Number(1, 6, whole=True), "most powers of two in a centre")
-    zero_fix: bool = _setting(False, _Switch(), "weights below 2^-b are at distance 0 from 0")
-    sweep: float | None = _setting(
+    rule: Rule = setting(Rule.EACH, Choice(Rule), "which weights are fixed at a centre")
+    b: int = setting(7, Number(0, 30, whole=True), "smallest power of two is 2^-b")
+    delta: float = setting(1.0, Number(0, above_low=True), "first threshold, in sigmas")
+    omega_max: int = setting(4, Number(1, 6, whole=True), "most powers of two in a centre")
+    zero_fix: bool = setting(False, Switch(), "weights below 2^-b are at distance 0 from 0")
+    sweep: float | None = setting(
         16.0,
-        _Number(0, above_low=True, optional=True),
+        Number(0, above_low=True, optional=True),
         "once delta would pass it, the rest go each to their own nearest candidate",
     )
-    distance_floor: float = _setting(2**-30, _Number(0, above_low=True), "smallest sigma used in a distance")
-    fixed_sigma: FixedSigma = _setting(FixedSigma.STD, _Choice(FixedSigma), "the sigma of a fixed weight")
+    distance_floor: float = setting(2**-30, Number(0, above_low=True), "smallest sigma used in a distance")
+    fixed_sigma: FixedSigma = setting(FixedSigma.STD, Choice(FixedSigma), "the sigma of a fixed weight")
 
 
 @dataclass(frozen=True)
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """The optimiser, its state afresh in every round."""
 
     _name = "training"
-    optimizer: Optimizer = _setting(Optimizer.SGD, _Choice(Optimizer), "what makes the steps")
-    learning_rate: float = _setting(1e-3, _Number(0), "for mu and the uncompressed parameters")
-    sigma_learning_rate: float | None = _setting(
-        None, _Number(0, optional=True), 'for sigma; "off": the same as learning_rate'
+    optimizer: Optimizer = setting(Optimizer.SGD, Choice(Optimizer), "what makes the steps")
+    learning_rate: float = setting(1e-3, Number(0), "for mu and the uncompressed parameters")
+    sigma_learning_rate: float | None = setting(
+        None, Number(0, optional=True), 'for sigma; "off": the same as learning_rate'
     )
-    momentum: float = _setting(0.9, _Number(0, 1), "of SGD; the first beta of AdamW")
-    weight_decay: float = _setting(1e-4, _Number(0), "on mu and the uncompressed; never on sigma")
-    clip_norm: float | None = _setting(
+    momentum: float = setting(0.9, Number(0, 1), "of SGD; the first beta of AdamW")
+    weight_decay: float = setting(1e-4, Number(0), "on mu and the uncompressed; never on sigma")
+    clip_norm: float | None = setting(
         1.0,
-        _Number(0, above_low=True, optional=True),
+        Number(0, above_low=True, optional=True),
         "largest norm of the task's gradient, before the regulariser's part is added",
     )
-    precision: Precision = _setting(
-        Precision.FP32, _Choice(Precision), "number type of the forward and backward pass"
+    precision: Precision = setting(
+        Precision.FP32, Choice(Precision), "number type of the forward and backward pass"
     )
-    channels_last: bool = _setting(
-        False, _Switch(), "images in the order that convolutions in bf16 and fp16 are fastest with"
+    channels_last: bool = setting(
+        False, Switch(), "images in the order that convolutions in bf16 and fp16 are fastest with"
     )
-    fused: bool = _setting(
-        True, _Switch(), "draw and step in one pass over the vectors, where one process does it alone"
+    fused: bool = setting(
+        True, Switch(), "draw and step in one pass over the vectors, where one process does it alone"
     )
-    cuda_graph: bool = _setting(
-        False, _Switch(), "on CUDA, record forward and backward once and replay it: Python code runs no more"
+    cuda_graph: bool = setting(
+        False, Switch(), "on CUDA, record forward and backward once and replay it: Python code runs no more"
     )
-    accumulate: int = _setting(
-        1, _Number(1, whole=True), "batches averaged into one step, each with its own noise"
+    accumulate: int = setting(
+        1, Number(1, whole=True), "batches averaged into one step, each with its own noise"
     )
-    steps_per_epoch: int | None = _setting(
+    steps_per_epoch: int | None = setting(
         None,
-        _Number(1, whole=True, optional=True),
+        Number(1, whole=True, optional=True),
         'batches in an epoch; "off": the length of the loader',
     )
 
 
 @dataclass(frozen=True)
-class ScheduleConfig(_Section):
+class ScheduleConfig(Section):
     """Rounds: how much is fixed, and how long is trained before each."""
 
     _name = "schedule"
-    fractions: Sequence[float] = _setting(
-        PAPER_FRACTIONS, _Fractions(), "fraction of the weights fixed after each round"
+    fractions: Sequence[float] = setting(
+        PAPER_FRACTIONS, Fractions(), "fraction of the weights fixed after each round"
     )
-    warmup_epochs: float = _setting(0.05, _Number(0), "trained before the first round's fixing")
-    epochs_per_round: float = _setting(3.0, _Number(0), "trained before each other fixing")
+    warmup_epochs: float = setting(0.05, Number(0), "trained before the first round's fixing")
+    epochs_per_round: float = setting(3.0, Number(0), "trained before each other fixing")
 
 
 @dataclass(frozen=True)
-class FinishConfig(_Section):
+class FinishConfig(Section):
     """After the last round, with every compressed weight in place."""
 
     _name = "finish"
-    reestimate_batchnorm: bool = _setting(
-        True, _Switch(), "gather BatchNorm statistics again, with noise off"
-    )
-    reestimate_epochs: float = _setting(1.0, _Number(0, above_low=True), "data used for that")
-    polish_epochs: float = _setting(1.0, _Number(0), "train the uncompressed parameters alone")
-    polish_learning_rate: float = _setting(1e-3, _Number(0), "for that")
+    reestimate_batchnorm: bool = setting(True, Switch(), "gather BatchNorm statistics again, with noise off")
+    reestimate_epochs: float = setting(1.0, Number(0, above_low=True), "data used for that")
+    polish_epochs: float = setting(1.0, Number(0), "train the uncompressed parameters alone")
+    polish_learning_rate: float = setting(1e-3, Number(0), "for that")
 
 
 @dataclass(frozen=True)
-class TargetConfig(_Section):
+class TargetConfig(Section):
     """What the result must reach; with a target, the best state on the way that meets it is kept."""
 
     _name = "target"
-    max_drop: float | None = _setting(
-        None, _Number(0, 100, optional=True), "points of accuracy (of 100) that may be lost"
+    max_drop: float | None = setting(
+        None, Number(0, 100, optional=True), "points of accuracy (of 100) that may be lost"
     )
-    bits: float | None = _setting(
-        None, _Number(0, above_low=True, optional=True), "most entropy a weight may have, in bits"
+    bits: float | None = setting(
+        None, Number(0, above_low=True, optional=True), "most entropy a weight may have, in bits"
     )
-    keep_states: bool = _setting(
-        False, _Switch(), "score and keep the whole network as it would be after every round, target or not"
+    keep_states: bool = setting(
+        False, Switch(), "score and keep the whole network as it would be after every round, target or not"
     )
 
     @property
@@ -298,7 +184,7 @@ class TargetConfig(_Section):
         return self.max_drop is not None or self.bits is not None
 
 
-_SECTIONS: dict[str, type[_Section]] = {
+_SECTIONS: dict[str, type[Section]] = {
     "layout": LayoutConfig,
     "posterior": PosteriorConfig,
     "clustering": ClusteringConfig,
@@ -333,7 +219,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
 
     def __post_init__(self) -> None:
-        check = _Number(0, 2**63 - 1, whole=True)
+        check = Number(0, 2**63 - 1, whole=True)
         try:
             object.__setattr__(self, "seed", check(self.seed))
         except (ValueError, OverflowError):
@@ -367,7 +253,7 @@ class Config:
         for name, value in tables.items():
             if name not in known:
                 raise ConfigError(f"setting {name!r} is unknown{_hint(name, known)}")
-            if name == "seed" or isinstance(value, _Section):
+            if name == "seed" or isinstance(value, Section):
                 changed[name] = value
                 continue
             if not isinstance(value, Mapping):

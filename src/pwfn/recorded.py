@@ -25,7 +25,7 @@ class RecordedStep:
     The first few steps are too. ``work`` computes the loss of a batch and goes backward from it.
     """
 
-    def __init__(self, optimizer: FlatOptimizer, work: Callable[[Batch], Tensor]) -> None:
+    def __init__(self, optimizer: FlatOptimizer, work: Callable[[Batch, str], Tensor]) -> None:
         self._optimizer, self._work = optimizer, work
         self._seen: dict[Any, int] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -40,7 +40,7 @@ class RecordedStep:
                 self._record(batch, where)
         if self._graph is None or shape != self._shape:
             self._optimizer.zero_grad()
-            return self._work(batch), self._optimizer.collect()
+            return self._work(batch, where), self._optimizer.collect()
         for kept, given in zip(self._batch.tensors(), batch.tensors(), strict=True):
             kept.copy_(given, non_blocking=True)
         self._graph.replay()
@@ -54,7 +54,7 @@ class RecordedStep:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                self._loss = self._work(self._batch)
+                self._loss = self._work(self._batch, where)
                 self._gradient = self._optimizer.collect()
         except RuntimeError as error:
             raise ConfigError(

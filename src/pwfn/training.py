@@ -106,6 +106,42 @@ def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper | _FlatStepper) -> F
     )
 
 
+@dataclass(frozen=True)
+class _Task:
+    """Forward and backward of a batch, for whoever steps then."""
+
+    net: GaussianNetwork
+    objective: Objective
+    config: TrainingConfig
+    optimizer: torch.optim.Optimizer | FlatOptimizer
+    scaler: torch.amp.GradScaler
+
+    def gradients(self, batch: Batch, where: str) -> Tensor:
+        """Add a batch's share to the gradients, and return its loss."""
+
+        def alone(part: Batch) -> Tensor:
+            self.optimizer.zero_grad(set_to_none=True)
+            return self._attempt(part, where)
+
+        try:
+            return self._attempt(batch, where)
+        except TooLargeError as error:
+            raise batch.too_large(where, largest_that_fits(batch, alone)) from error
+
+    def _attempt(self, batch: Batch, where: str) -> Tensor:
+        with autocast(self.net.free_mu.device, self.config.precision):
+            loss = self.objective(self.net, batch, where)
+        if not loss.requires_grad:
+            raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
+        try:
+            self.scaler.scale(loss / self.config.accumulate).backward()
+        except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
+            if is_out_of_memory(error):
+                raise batch.too_large(where) from error
+            raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
+        return loss.detach()
+
+
 class _FlatStepper:
     """One step of training after another, each in one pass over the vectors: one process, one batch."""
 
@@ -122,17 +158,15 @@ class _FlatStepper:
             raise ConfigError(
                 "a flat optimiser steps one batch of one process, in fp32 or bf16: set training.fused = false"
             )
-        self.net, self.objective, self.config = net, objective, config
         self.optimizer, self.team = optimizer, team
         self.scaler = torch.amp.GradScaler(net.free_mu.device.type, enabled=False)
         self.done = 0
-        self._where = ""
+        self._task = _Task(net, objective, config, optimizer, self.scaler)
         graph = config.cuda_graph and net.free_mu.is_cuda
-        self._recorded = RecordedStep(optimizer, self._work) if graph else None
+        self._recorded = RecordedStep(optimizer, self._task.gradients) if graph else None
 
     def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
         """The loss of the step's batch, and the norm of the task's gradient."""
-        self._where = where
         batch = next(batches)
         if self._recorded is not None:
             with self.optimizer.drawn():
@@ -140,12 +174,8 @@ class _FlatStepper:
             return loss, self.optimizer.step(gradient)
         self.optimizer.zero_grad()
         with self.optimizer.drawn():
-            loss = self._work(batch)
+            loss = self._task.gradients(batch, where)
         return loss, self.optimizer.step()
-
-    def _work(self, batch: Batch) -> Tensor:
-        parts = self.net, self.objective, self.config, self.scaler, batch, self._where, self.optimizer
-        return _gradients(*parts)
 
 
 class _Stepper:
@@ -160,13 +190,14 @@ class _Stepper:
         team: Team,
         seed: int | None,
     ) -> None:
-        self.net, self.objective, self.config = net, objective, config
+        self.net, self.config = net, config
         self.optimizer, self.team, self.seed = optimizer, team, seed
         self.done = 0  # steps
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
-        # The whole of the gradient in fp16 reaches below 2^-24, where it would vanish.
+        # Unscaled, much of a gradient in fp16 lies below 2^-24, where it would vanish.
         scaled = config.precision is Precision.FP16
         self.scaler = torch.amp.GradScaler(net.free_mu.device.type, enabled=scaled)
+        self._task = _Task(net, objective, config, optimizer, self.scaler)
 
     def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
         """The mean loss of the step's batches, and the norm of the task's gradient."""
@@ -187,45 +218,10 @@ class _Stepper:
 
     def _drawn(self, batch: Batch, where: str, number: int) -> Tensor:
         """Add a batch's share to the gradients, with a draw of its own, and return its loss."""
-        parts = self.net, self.objective, self.config, self.scaler, batch, where, self.optimizer
         if self.seed is None:
-            return _gradients(*parts)
+            return self._task.gradients(batch, where)
         with self.net.sampling(at=(self.seed, self.done * self.config.accumulate + number)):
-            return _gradients(*parts)
-
-
-def _gradients(
-    net: GaussianNetwork,
-    objective: Objective,
-    config: TrainingConfig,
-    scaler: torch.amp.GradScaler,
-    batch: Batch,
-    where: str,
-    optimizer: torch.optim.Optimizer | FlatOptimizer,
-) -> Tensor:
-    """Forward and backward: add a batch's share to the gradients, and return its loss."""
-
-    def attempt(part: Batch) -> Tensor:
-        with autocast(net.free_mu.device, config.precision):
-            loss = objective(net, part, where)
-        if not loss.requires_grad:
-            raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
-        try:
-            scaler.scale(loss / config.accumulate).backward()
-        except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
-            if is_out_of_memory(error):
-                raise part.too_large(where) from error
-            raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
-        return loss.detach()
-
-    def attempt_alone(part: Batch) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        return attempt(part)
-
-    try:
-        return attempt(batch)
-    except TooLargeError as error:
-        raise batch.too_large(where, largest_that_fits(batch, attempt_alone)) from error
+            return self._task.gradients(batch, where)
 
 
 class _Ledger:

@@ -23,6 +23,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 import triton.language as tl  # noqa: E402 - after the skips
 
 from pwfn import ops  # noqa: E402
+from pwfn.ops import kernels as programs  # noqa: E402
 from pwfn.ops import library  # noqa: E402
 from pwfn.ops import triton as kernels  # noqa: E402
 
@@ -100,7 +101,7 @@ def test_the_noise_is_a_function_of_seed_step_and_index(seed: int, step: int) ->
 
 @triton.jit
 def _noise_from(out, start, seed, step, BLOCK: tl.constexpr):  # noqa: N803
-    tl.store(out + tl.arange(0, BLOCK), kernels._noise(seed, step, start, BLOCK))
+    tl.store(out + tl.arange(0, BLOCK), programs._noise(seed, step, start, BLOCK))
 
 
 def test_the_noise_does_not_repeat_past_32_bits() -> None:

@@ -1,0 +1,141 @@
+"""A section of settings: each declares what is allowed, and is checked when the section is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from pwfn.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Number:
+    """A check for a number: its range, and whether it must be whole or may be off."""
+
+    low: float
+    high: float = math.inf
+    above_low: bool = False
+    whole: bool = False
+    optional: bool = False
+
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        kind = "a whole number" if self.whole else "a number"
+        edge = "above" if self.above_low else "of at least"
+        text = f"{kind} {edge} {self.low:g}"
+        if self.high != math.inf:
+            text += f" and at most {self.high:g}"
+        return text + (', or "off"' if self.optional else "")
+
+    def __call__(self, value: Any) -> Any:
+        """The value as it is kept; ValueError where it is not allowed."""
+        if self.optional and (value is None or value == "off"):
+            return None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or (self.whole and value != int(value)):
+            raise ValueError
+        if value < self.low or value > self.high or (self.above_low and value == self.low):
+            raise ValueError
+        return int(value) if self.whole else float(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A check for one of an enum's values, by name or as the enum itself."""
+
+    enum: type[StrEnum]
+
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        return "one of " + ", ".join(f'"{member}"' for member in self.enum)
+
+    def __call__(self, value: Any) -> StrEnum:
+        """The value as it is kept; ValueError where it is not allowed."""
+        return self.enum(value)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A check for true or false."""
+
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        return "true or false"
+
+    def __call__(self, value: Any) -> bool:
+        """The value as it is kept; ValueError where it is not allowed."""
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """A check for fractions that rise to 1."""
+
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        return "an increasing list of numbers above 0 and at most 1, the last of them 1"
+
+    def __call__(self, value: Any) -> tuple[float, ...]:
+        """The value as it is kept; ValueError where it is not allowed."""
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError
+        inside = Number(0, 1, above_low=True)
+        numbers = tuple(inside(item) for item in value)
+        rising = all(a < b for a, b in itertools.pairwise(numbers))
+        if not numbers or not rising or numbers[-1] != 1.0:
+            raise ValueError
+        return numbers
+
+
+@dataclass(frozen=True)
+class Selectors:
+    """A check for patterns of names and types of modules."""
+
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        return 'a list of name patterns ("head.*"), "type:CLASS" strings or module classes'
+
+    def __call__(self, value: Any) -> tuple[str, ...]:
+        """The value as it is kept; ValueError where it is not allowed."""
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError
+        return tuple(self._selector(item) for item in value)
+
+    @staticmethod
+    def _selector(item: Any) -> str:
+        if isinstance(item, type):
+            return f"type:{item.__module__}.{item.__qualname__}"
+        if not isinstance(item, str) or not item:
+            raise ValueError
+        return item
+
+
+Check: TypeAlias = Number | Choice | Switch | Fractions | Selectors
+
+
+def setting(default: Any, check: Check, help: str) -> Any:
+    """A field of a section: its default, what is allowed, and what it is for."""
+    return field(default=default, metadata={"check": check, "help": help})
+
+
+class Section:
+    """Checks every field against its declaration when the section is made."""
+
+    _name = ""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, item.name)
+            check: Check = item.metadata["check"]
+            try:
+                object.__setattr__(self, item.name, check(value))
+            except (ValueError, TypeError, OverflowError):
+                where = f"{self._name}.{item.name}" if self._name else item.name
+                raise ConfigError(f"{where} is {value!r}: allowed is {check.allowed()}") from None
