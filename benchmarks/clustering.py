@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
     """The most bytes that tensors made within the block held at any time, without the operations' own."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
         self.peak_bytes = 0
         self._alive: dict[StorageWeakRef, int] = {}
         self._given: set[StorageWeakRef] = set()

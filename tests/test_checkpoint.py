@@ -208,10 +208,3 @@ def test_the_checkpoint_of_another_run_is_refused_and_says_why(
     with pytest.raises(FileError, match=message) as caught:
         Store(tmp_path, identity).newest()
     assert "\n" not in str(caught.value)
-
-
-def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
-    store = stored(tmp_path, 1)
-    (tmp_path / ".checkpoint-000002.pt.abc.part").write_bytes(b"half")
-    store.clear_leftovers()
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001.pt"]

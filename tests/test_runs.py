@@ -155,6 +155,21 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(tm
     assert (folder / "checkpoints" / "checkpoint-000001.pt").read_bytes() == b"torn"
 
 
+def test_what_a_killed_run_left_half_written_is_removed(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    halves = [
+        ".model.pwfn.x.part",
+        "checkpoints/.checkpoint-000002.pt.x.part",
+        "states/.round-01.pwfn.x.part",
+    ]
+    for name in halves:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"half")
+    run(options(folder, resume=True), CONFIG)
+    assert not list(folder.rglob(".*"))
+    assert (folder / "model.pwfn").read_bytes() == (whole / "model.pwfn").read_bytes()
+
+
 def test_a_run_without_checkpoints_goes_on_from_the_start(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(options(folder, resume=True), CONFIG)

@@ -21,7 +21,7 @@ from pwfn.metrics import Pool
 from pwfn.posterior import FixRecord
 from pwfn.progress import Progress, Round
 from pwfn.scoring import Scores
-from pwfn.storage import replacing
+from pwfn.storage import make_folder, replacing
 from pwfn.targets import Choice, State
 from pwfn.training import Fitting
 
@@ -38,7 +38,7 @@ class Store:
 
     def save(self, progress: Progress) -> Path:
         """Write the next checkpoint, and remove all but the newest two."""
-        self._make_folder()
+        make_folder(self.folder)
         known = self.paths()
         number = int(known[-1].stem.rpartition("-")[2]) + 1 if known else 1
         path = self.folder / f"checkpoint-{number:06d}.pt"
@@ -67,17 +67,6 @@ class Store:
     def paths(self) -> list[Path]:
         """The files, oldest first."""
         return sorted(self.folder.glob("checkpoint-[0-9]*.pt"))
-
-    def _make_folder(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FileError(f"{self.folder}: cannot be made a folder: {error.strerror}") from error
-
-    def clear_leftovers(self) -> None:
-        """Remove what a run that was killed while it wrote has left half done."""
-        for path in self.folder.glob(".*.part"):
-            path.unlink(missing_ok=True)
 
     def _check_identity(self, path: Path, theirs: Mapping[str, Any]) -> None:
         differing = list(_differences(theirs, self.identity))

@@ -20,8 +20,8 @@ def compress(
     team = team_for(options.device)
     if dry_run:
         found = forecast(options, config, team)
-        for line in ([json.dumps(found.to_dict())] if as_json else found.lines()) if team.leads else ():
-            say(line)
+        if team.leads:
+            say(json.dumps(found.to_dict()) if as_json else "\n".join(found.lines()))
         return 0
     facts = run(options, config, view_for(as_json=as_json, say=say), team)
     if as_json and team.leads:

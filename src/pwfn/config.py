@@ -313,7 +313,7 @@ class Config:
             if name == "seed":
                 continue
             lines += ["", f"[{name}]"]
-            for item in dataclasses.fields(_SECTIONS[name]):  # type: ignore[arg-type]  # as above
+            for item in dataclasses.fields(_SECTIONS[name]):  # type: ignore[arg-type]  # sections are dataclasses
                 lines.append(f"# {item.metadata['help']}: {item.metadata['check'].allowed()}")
                 lines.append(tomli_w.dumps({item.name: table[item.name]}).strip())
         return "\n".join(lines) + "\n"

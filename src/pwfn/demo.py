@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from pwfn import data, models
 from pwfn.config import Config
-from pwfn.errors import FileError
 from pwfn.fileformat import load
 from pwfn.inspection import inspect
 from pwfn.pipeline import Result, compress
 from pwfn.progress import Progress
 from pwfn.randomness import seeded
+from pwfn.storage import make_folder
 from pwfn.watching import HEADER, round_line
 
 _PRETRAINING_EPOCHS = 12
@@ -54,7 +54,7 @@ def pretrained(train: data.TensorLoader, seed: int) -> nn.Module:
 def run(config: Config, say: Callable[[str], None] = print, out: Path | None = None) -> Result:
     """Train, compress and report, a line a round; with ``out``, write ``out/model.pwfn`` too."""
     if out is not None:
-        _make_folder(out)  # before the work, not after it
+        make_folder(out)  # before the work, not after it
     train, test = data.digits()
     model = pretrained(train, config.seed)
     size = sum(p.numel() for p in model.parameters())
@@ -86,13 +86,6 @@ def _file_lines(result: Result, out: Path, test: data.TensorLoader) -> list[str]
         f"the same network in fp32: {facts.fp32_bytes:,} bytes; in fp16: {facts.fp16_bytes:,}; "
         f"in int8: {facts.int8_bytes:,}",
     ]
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{out}: cannot be made a folder: {error.strerror}") from error
 
 
 def summary_lines(result: Result) -> list[str]:

@@ -33,8 +33,8 @@ def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: in
     """
     compressed = load(path)
     network = network_of(compressed, options.model)
-    device = team_for(options.device, alone=True).device
-    alone = Team(device)
+    alone = team_for(options.device, alone=True)
+    device = alone.device
     source = open_data(options, preparation_of(compressed, options.model, network), seed, alone)
     check_classes(compressed.apply_to(network).to(device), source, device)
     facts = {"after": scores(network, source, alone).to_dict(), **sizes(path)}

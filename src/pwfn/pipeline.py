@@ -35,10 +35,10 @@ class Result:
     fixed: Scores | None  # just after the last fixing
     after: Scores | None  # at the end, measured on the decoded weights
     config: Config
+    _original: nn.Module = field(repr=False)
     states: tuple[State, ...] = ()  # after each round, where they were asked for
     choice: Choice | None = None  # of one of them, where there was a target
     target_met: bool | None = None  # by the figures at the end
-    _original: nn.Module = field(default_factory=nn.Module, repr=False)
 
     def save(
         self, path: str | Path, *, posterior: str = "centre", record: Mapping[str, Any] | None = None

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,6 @@ class GaussianNetwork(nn.Module):
         _check_finite(mu, self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
         self._places = _places(self.model, self.layout)
-        self._slots = _slots(self.model, self.layout)
         self.free_mu = nn.Parameter(mu)
         self.free_sigma = nn.Parameter(_starting_sigma(mu, self.layout, self.config.posterior))
         self.register_buffer("fixed", torch.zeros_like(mu, dtype=torch.bool))
@@ -154,7 +153,7 @@ class GaussianNetwork(nn.Module):
         # whether a weight requires gradients, as a model's own do, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
             views = self.layout.views(self._weights())
-        weights = {name: views[name] for name in self._places}
+        weights = {place.name: views[place.name] for place in self._places}
         return functional_call(self.model, weights, args, kwargs, tie_weights=False)
 
     @contextmanager
@@ -190,14 +189,14 @@ class GaussianNetwork(nn.Module):
         For an optimiser that draws the weights itself (:mod:`pwfn.flat`): nothing is drawn here.
         """
         try:
-            for owner, leaf, number in self._slots:
-                owner._parameters[leaf] = weights[number]
+            for place in self._places:
+                place.owner._parameters[place.leaf] = weights[place.entry]
             self._is_placed = True
             yield
         finally:
             self._is_placed = False
-            for owner, leaf, _ in self._slots:
-                owner._parameters[leaf] = None
+            for place in self._places:
+                place.owner._parameters[place.leaf] = None
 
     def share_storage(self) -> None:
         """Let fixed values live where the free ones do, which saves two vectors.
@@ -373,25 +372,24 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     return hollow
 
 
-def _places(model: nn.Module, layout: Layout) -> list[str]:
-    """One name for each place that a weight is put: a module with two names is filled once."""
-    places: dict[tuple[int, str], str] = {}
-    for entry in layout.entries:
-        for name in (entry.name, *entry.aliases):
-            layer, _, leaf = name.rpartition(".")
-            places.setdefault((id(model.get_submodule(layer)), leaf), name)
-    return list(places.values())
+class _Place(NamedTuple):
+    """Where a weight is put: a module's parameter, by one of its names, and the number of its entry."""
+
+    owner: nn.Module
+    leaf: str
+    name: str
+    entry: int
 
 
-def _slots(model: nn.Module, layout: Layout) -> list[tuple[nn.Module, str, int]]:
-    """Every place of a weight: the module, the parameter's name there, and the number of its entry."""
-    slots: dict[tuple[int, str], tuple[nn.Module, str, int]] = {}
+def _places(model: nn.Module, layout: Layout) -> list[_Place]:
+    """Each place once: a module with two names is filled once, a tied weight goes to several."""
+    places: dict[tuple[int, str], _Place] = {}
     for number, entry in enumerate(layout.entries):
         for name in (entry.name, *entry.aliases):
             layer, _, leaf = name.rpartition(".")
             owner = model.get_submodule(layer)
-            slots.setdefault((id(owner), leaf), (owner, leaf, number))
-    return list(slots.values())
+            places.setdefault((id(owner), leaf), _Place(owner, leaf, name, number))
+    return list(places.values())
 
 
 def _check_finite(vector: Tensor, layout: Layout, what: str) -> None:

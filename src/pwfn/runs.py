@@ -29,7 +29,7 @@ from pwfn.opening import Opened, opened
 from pwfn.options import RunOptions
 from pwfn.pipeline import Result, compress
 from pwfn.progress import Progress, Pulse
-from pwfn.storage import replacing
+from pwfn.storage import clear_leftovers, make_folder, replacing
 from pwfn.targets import State, pareto
 from pwfn.team import Team, team_for
 from pwfn.version import __version__
@@ -49,7 +49,7 @@ def run(
     team.first(lambda: _prepare(options.out, options.resume))
     found = opened(options, config, team)
     store = Store(options.out / "checkpoints", found.identity)
-    team.first(store.clear_leftovers)
+    team.first(lambda: clear_leftovers(options.out))
     progress = store.newest() if options.resume else None
     if options.resume and progress is None and store.paths():
         raise FileError(
@@ -271,14 +271,7 @@ def _prepare(folder: Path, resume: bool) -> None:
     if used and not resume:
         raise FileError(f"{folder}: holds a run already: go on with it by --resume, or name another folder")
     for path in (folder, folder / "checkpoints"):
-        _make_folder(path)
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be made a folder: {error.strerror}") from error
+        make_folder(path)
 
 
 def _steps_done(progress: Progress | None) -> int:
@@ -289,7 +282,7 @@ def _steps_done(progress: Progress | None) -> int:
 
 
 def _state_path(folder: Path, state: State) -> Path:
-    _make_folder(folder / "states")
+    make_folder(folder / "states")
     return folder / "states" / f"round-{state.round:02d}.pwfn"
 
 

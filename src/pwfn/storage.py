@@ -12,6 +12,20 @@ from pathlib import Path
 from pwfn.errors import FileError
 
 
+def make_folder(path: str | Path) -> None:
+    """Make a folder and those above it, where they are not there yet.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     make_folder(Path(folder) / "a" / "b")
+    ...     (Path(folder) / "a" / "b").is_dir()
+    True
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be made a folder: {error.strerror}") from error
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Gives a temporary path beside the target, and renames it to the target if all went well.
@@ -45,6 +59,19 @@ def replacing(path: str | Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def clear_leftovers(folder: str | Path) -> None:
+    """Remove what a process that was killed while it wrote has left half done, at any depth.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / ".a.txt.x1.part").write_text("ha")
+    ...     clear_leftovers(folder)
+    ...     list(Path(folder).iterdir())
+    []
+    """
+    for path in Path(folder).rglob(".*.part"):
+        path.unlink(missing_ok=True)
 
 
 def _mode_of(target: Path, path: Path) -> int:
