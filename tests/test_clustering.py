@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from pwfn import PAPER_FRACTIONS, FixResult, PwfnError, clustering_free, fix_round
 from pwfn.clustering import relative_moves, target_count
-from pwfn.config import Rule
+from pwfn.sections import Rule
 
 RULES = ("mean", "each", "nearest")
 SWEEPS = (None, 2.0, 16.0)

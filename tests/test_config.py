@@ -12,29 +12,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pwfn.config import (
+from pwfn.config import METHOD_SETTINGS, PRESETS, Config
+from pwfn.errors import ConfigError, PwfnError
+from pwfn.sections import (
     PAPER_FRACTIONS,
-    PRESETS,
     ClusteringConfig,
-    Config,
+    Codebooks,
+    Decay,
     FinishConfig,
     FixedSigma,
     LayoutConfig,
+    MethodName,
     Optimizer,
     PosteriorConfig,
     Precision,
+    QuantiserConfig,
     Rule,
     ScheduleConfig,
     SigmaInit,
     TargetConfig,
     TrainingConfig,
+    WfnConfig,
 )
-from pwfn.errors import ConfigError, PwfnError
 
 SECTIONS: dict[str, type] = {
     "layout": LayoutConfig,
     "posterior": PosteriorConfig,
     "clustering": ClusteringConfig,
+    "quantiser": QuantiserConfig,
+    "wfn": WfnConfig,
     "training": TrainingConfig,
     "schedule": ScheduleConfig,
     "finish": FinishConfig,
@@ -133,7 +139,27 @@ CASES: dict[str, Case] = {
     "clustering.sweep": optional("a number above 0", [0, -1.0], [TINY, 16], ABOVE_0),
     "clustering.distance_floor": ABOVE_0_CASE,
     "clustering.fixed_sigma": choice(FixedSigma, "std", "keep"),
+    "quantiser.bits": number(
+        "a whole number of at least 2 and at most 8", [1, 9, 4.5, -4], [2, 8, 4.0], st.integers(2, 8)
+    ),
+    "quantiser.activation_bits": optional(
+        "a whole number of at least 2 and at most 8", [1, 9, 4.5], [2, 8, 4.0], st.integers(2, 8)
+    ),
+    "quantiser.include_ends": switch(),
+    "quantiser.codebooks": choice(Codebooks, "method", "network", "layer", "channel", "head"),
+    "wfn.delta": number(
+        "a number above 0 and at most 0.5", [0, 0.6, -1, 10**400], [TINY, 0.5], st.floats(1e-9, 0.5)
+    ),
+    "wfn.omega_max": number(
+        "a whole number of at least 0 and at most 30", [-1, 31, 1.5], [0, 30, 20.0], st.integers(0, 30)
+    ),
+    "wfn.ratio": AT_LEAST_0_CASE,
+    "wfn.temperature": ABOVE_0_CASE,
+    "wfn.nearest": number(
+        "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 16, 8.0], st.integers(1, 10**6)
+    ),
     "training.learning_rate": AT_LEAST_0_CASE,
+    "training.decay": choice(Decay, "none", "cosine"),
     "training.sigma_learning_rate": optional("a number of at least 0", [-1e-9], [0, 0.1], AT_LEAST_0),
     "training.momentum": number(
         "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.9, 1], st.floats(0, 1)
@@ -154,6 +180,7 @@ CASES: dict[str, Case] = {
     "schedule.fractions": fractions(),
     "schedule.warmup_epochs": AT_LEAST_0_CASE,
     "schedule.epochs_per_round": AT_LEAST_0_CASE,
+    "schedule.epochs": AT_LEAST_0_CASE,
     "finish.reestimate_batchnorm": switch(),
     "finish.reestimate_epochs": ABOVE_0_CASE,
     "finish.polish_epochs": AT_LEAST_0_CASE,
@@ -182,7 +209,7 @@ def value_of(config: Config, name: str) -> Any:
 
 def test_every_field_of_every_section_has_a_case_here() -> None:
     parts = {item.name: item for item in dataclasses.fields(Config)}
-    assert set(parts) == {"seed", *SECTIONS}
+    assert set(parts) == {"method", "seed", *SECTIONS}
     known = {f"{name}.{item.name}" for name, cls in SECTIONS.items() for item in dataclasses.fields(cls)}
     assert set(CASES) == known
 
@@ -228,6 +255,28 @@ def test_a_section_must_be_of_its_own_class(name: str, section: type) -> None:
     for value in (wrong, None, {}, "paper"):
         with pytest.raises(ConfigError, match=rf"^{name} is .*: allowed is a {section.__name__}$"):
             Config(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["LSQ", "", None, 4])
+def test_a_bad_method_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r'^method is .*: allowed is one of "pwfn", "wfn", "lsq"'):
+        Config(method=value)
+
+
+@pytest.mark.parametrize("name", list(MethodName))
+def test_every_method_has_its_settings_and_survives_toml(name: MethodName) -> None:
+    config = Config.preset("recommended", name)
+    assert config.method is name
+    assert config == Config(method=name).override(METHOD_SETTINGS[name])
+    assert Config.from_toml(config.to_toml()) == config
+    assert Config.from_toml(f'method = "{name}"') == config
+
+
+def test_the_paper_preset_is_of_pwfn_alone_and_a_wrong_method_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="preset 'paper' is of the method pwfn: leave it out for lsq"):
+        Config.preset("paper", "lsq")
+    with pytest.raises(ConfigError, match=r"method 'lsk' is unknown: did you mean 'lsq'\?"):
+        Config.preset("recommended", "lsk")
 
 
 def test_names_become_enums_and_lists_become_tuples() -> None:
@@ -300,7 +349,10 @@ def test_an_unknown_preset_is_refused(name: Any) -> None:
         ("shedule.fractions", "did you mean 'schedule'?"),
         ("sed", "did you mean 'seed'?"),
         ("posterior.zzz", "allowed is one of init, constant_sigma, alpha, cap, noise_on_fixed"),
-        ("zzz", "allowed is one of seed, layout, posterior, clustering, training, schedule, finish"),
+        (
+            "zzz",
+            "allowed is one of method, seed, layout, posterior, clustering, quantiser, wfn, training",
+        ),
         ("clustering.b.c", "clustering.b.c"),
         ("clustering.", "did you mean 'clustering'?"),
         (".rule", "''"),
@@ -383,7 +435,8 @@ def test_any_valid_settings_survive_toml(config: Config) -> None:
 def test_toml_lists_every_setting_with_a_comment_that_says_what_is_allowed() -> None:
     text = Config().to_toml()
     tables = tomllib.loads(text)
-    assert {f"{s}.{k}" for s, table in tables.items() if s != "seed" for k in table} == set(CASES)
+    sections = {name: table for name, table in tables.items() if isinstance(table, dict)}
+    assert {f"{s}.{k}" for s, table in sections.items() for k in table} == set(CASES)
     lines = text.splitlines()
     for name, case in CASES.items():
         section, field = name.split(".")

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from pwfn import Config, GaussianNetwork, compress
 from pwfn.batches import Batch
-from pwfn.config import TrainingConfig
 from pwfn.errors import ConfigError, WeightError
 from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
 from pwfn.models import digits_resnet
 from pwfn.scoring import Objective
+from pwfn.sections import TrainingConfig
 from pwfn.team import Team
 from pwfn.training import fit
 

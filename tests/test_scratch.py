@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from pwfn import ConfigError, DataError, DivergedError, data
-from pwfn.config import Precision
 from pwfn.errors import FileError
 from pwfn.models import OWN, VisionTransformer, create, data_config, load_weights
 from pwfn.scratch import Epoch, Optimizer, Recipe, command, cutout, recipe_for, save_weights, train, untrained
 from pwfn.scratch.augmentation import mixed
 from pwfn.scratch.loop import _optimizer
 from pwfn.scratch.recipe import rise_and_fall
+from pwfn.sections import Precision
 
 SHORT = replace(recipe_for("digits_resnet"), epochs=3)
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from pwfn import Compressed, Config, ConfigError, Progress, Result, compress, load
 from pwfn.batches import Source
 from pwfn.checkpoint import Store, from_plain, to_plain
-from pwfn.config import TargetConfig
 from pwfn.runs import table_of_states
 from pwfn.scoring import Objective, Scores, accuracy, evaluate
+from pwfn.sections import TargetConfig
 from pwfn.targets import State, check_target, choose, meets, pareto
 
 WAS = Scores(0.3, 0.90, 100)

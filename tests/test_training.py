@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pwfn import Config, GaussianNetwork, compress
 from pwfn.batches import Batch, Source, is_out_of_memory
-from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import DataError, DivergedError, LayoutError, TooLargeError
 from pwfn.randomness import seeded
 from pwfn.scoring import Objective, Scores, accuracy, divergence, evaluate
+from pwfn.sections import Precision, TrainingConfig
 from pwfn.training import fit, reestimate_batchnorm, steps_in
 
 CPU = torch.device("cpu")

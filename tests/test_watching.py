@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 
 from pwfn import PwfnError
+from pwfn.clustering import FixRecord
 from pwfn.errors import FileError
 from pwfn.metrics import Pool
-from pwfn.posterior import FixRecord
 from pwfn.progress import Pulse, Round
 from pwfn.scoring import Scores
 from pwfn.watching import (

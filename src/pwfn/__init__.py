@@ -4,9 +4,9 @@ pwfn implements Probabilistic Weight Fixing: a pre-trained network's weights bec
 are trained, and are fixed round by round onto one whole-network codebook of sums of powers of two.
 """
 
-from pwfn.clustering import FixResult, FixStep, Move, fix_round
+from pwfn.clustering import FixRecord, FixResult, FixStep, Move, fix_round
 from pwfn.compressed import Compressed
-from pwfn.config import PAPER_FRACTIONS, Config
+from pwfn.config import Config
 from pwfn.errors import (
     ConfigError,
     DataError,
@@ -22,9 +22,10 @@ from pwfn.fileformat import load
 from pwfn.flat import FlatAdamW, FlatSGD
 from pwfn.layout import Layout
 from pwfn.pipeline import Result, compress
-from pwfn.posterior import FixRecord, GaussianNetwork, initial_sigma
+from pwfn.posterior import GaussianNetwork, initial_sigma
 from pwfn.pow2 import candidates
 from pwfn.progress import Progress, Pulse, Round
+from pwfn.sections import PAPER_FRACTIONS
 from pwfn.targets import Choice, State
 from pwfn.team import Team
 from pwfn.version import __version__

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, PwfnError, TooLargeError, cause
+from pwfn.sections import TrainingConfig
 
 _TARGET_KEYS = ("labels", "label", "target", "targets")
 # What a model or loss raises on a batch it cannot take; anything else is a fault of its own.

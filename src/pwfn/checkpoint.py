@@ -1,6 +1,6 @@
 """A run's progress on disk: written whole, checked when it is read, two of them kept.
 
-A checkpoint file is ``PWFNCKP2``, the SHA-256 of what follows, and a torch archive of plain values
+A checkpoint file is ``PWFNCKP3``, the SHA-256 of what follows, and a torch archive of plain values
 and tensors that is read with ``weights_only``: nothing in it is ever run.
 """
 
@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 
-from pwfn.clustering import FixStep, Move
+from pwfn.clustering import FixRecord, FixStep, Move
 from pwfn.errors import FileError
 from pwfn.metrics import Pool
-from pwfn.posterior import FixRecord
 from pwfn.progress import Progress, Round
 from pwfn.scoring import Scores
 from pwfn.storage import make_folder, replacing
 from pwfn.targets import Choice, State
 from pwfn.training import Fitting
 
-_MAGIC = b"PWFNCKP2"
+_MAGIC = b"PWFNCKP3"
 _KEPT = 2
 
 
@@ -112,6 +111,7 @@ def to_plain(progress: Progress) -> dict[str, Any]:
         "batches": progress.batches,
         "random": progress.random,
         "fitting": [fitting.step, fitting.totals, fitting.optimizer, fitting.scaler] if fitting else None,
+        "optimizer": progress.optimizer,
     }
 
 
@@ -127,6 +127,7 @@ def from_plain(plain: Mapping[str, Any]) -> Progress:
         batches=plain["batches"],
         random=plain["random"],
         fitting=Fitting(*plain["fitting"]) if plain["fitting"] else None,
+        optimizer=plain["optimizer"],
     )
 
 
@@ -150,7 +151,7 @@ def _round(plain: Mapping[str, Any]) -> Round:
         tuple(Move(*move) for move in fix["moves"]),
     )
     scores = Scores(**plain["scores"]) if plain["scores"] else None
-    quartiles = tuple(plain["sigma_quartiles"])
+    quartiles = tuple(plain["sigma_quartiles"]) if plain["sigma_quartiles"] else None
     changed = {"fix": record, "fixed": Pool(**plain["fixed"]), "scores": scores, "sigma_quartiles": quartiles}
     return Round(**{**plain, **changed})
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pwfn.clustering_free import FreeWeights
-from pwfn.config import ClusteringConfig, FixedSigma, Rule
 from pwfn.errors import WeightError
+from pwfn.sections import ClusteringConfig, FixedSigma, Rule
 
 
 class FixStep(NamedTuple):
@@ -44,6 +44,16 @@ def target_count(size: int, fraction: float) -> int:
     (7, 2)
     """
     return min(size, math.ceil(size * fraction - 1e-9))
+
+
+@dataclass(frozen=True)
+class FixRecord:
+    """What one fixing did; for methods without fixings, how far training has come."""
+
+    fraction: float  # of the weights, or of the training
+    fixed: int  # weights fixed after it, in all
+    steps: tuple[FixStep, ...] = ()
+    moves: tuple[Move, ...] = ()  # by centre, of the weights it fixed
 
 
 def fix_round(

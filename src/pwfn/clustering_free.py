@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pwfn.config import ClusteringConfig, FixedSigma, Rule
 from pwfn.pow2 import candidates
+from pwfn.sections import ClusteringConfig, FixedSigma, Rule
 
 _BLOCK = 2**25  # weights looked at together; positions within a block fit int32
 _FEW = 2**16  # so few distances are sorted at once

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from pwfn import methods
 from pwfn.config import Config
 from pwfn.fileformat import dumps
+from pwfn.methods import Method
 from pwfn.metrics import Pool
 from pwfn.opening import opened
 from pwfn.options import RunOptions
-from pwfn.posterior import GaussianNetwork
 from pwfn.rounds import Run
 from pwfn.team import Team, team_for
 from pwfn.training import fit, steps_in
@@ -76,13 +77,13 @@ def forecast(options: RunOptions, config: Config, team: Team | None = None) -> F
     step_seconds = _step_seconds(run)
     memory = _peak_bytes(team.device)
     scoring_seconds = _scoring_seconds(run)
-    net, fixing_seconds = _fixed(GaussianNetwork(found.model, config).to(team.device), run)
+    net, fixing_seconds = _fixed(methods.of(config)(found.model, config).to(team.device), run)
     compressed = net.finish()
     pool = Pool.of(compressed.values())
     steps, finish = sum(run.stretches()), config.finish
     # A forward pass is about a third of a step, which goes forward and back.
     gathered = 2 * steps_in(finish.reestimate_epochs, run.epoch) if finish.reestimate_batchnorm else 0
-    rounds = len(config.schedule.fractions)
+    rounds = len(run.plan)
     return Forecast(
         step_seconds=step_seconds,
         epoch_seconds=step_seconds * run.epoch / config.training.accumulate,
@@ -104,7 +105,8 @@ def forecast(options: RunOptions, config: Config, team: Team | None = None) -> F
 def _step_seconds(run: Run) -> float:
     """Of a real step; the network trained on the way is not used for anything else."""
     batches = run.train.endless()
-    optimizer = torch.optim.SGD(run.net.parameter_groups(lr=0.0), momentum=run.config.training.momentum)
+    run.begin()
+    optimizer = torch.optim.SGD(run.net.parameters(), lr=0.0, momentum=run.config.training.momentum)
 
     def step() -> None:
         fit(
@@ -142,28 +144,16 @@ def _scoring_seconds(run: Run) -> float:
     return _seconds(score) * count
 
 
-def _fixed(net: GaussianNetwork, run: Run) -> tuple[GaussianNetwork, float]:
-    """Every round on the weights as they are, and the seconds of the longest fixing.
+def _fixed(net: Method, run: Run) -> tuple[Method, float]:
+    """What comes between the stretches, on the weights as they are, and the seconds of the longest."""
+    longest = 0.0
+    for number, (steps, stretch) in enumerate(zip(run.stretches(), run.plan, strict=False), 1):
+        net.rehearse(steps)
 
-    Training is left out but for what the regulariser does to sigma: with momentum m a step moves it
-    by ``sigma_lr * alpha / (1 - m)``, up to the cap.
-    """
-    config = run.config
-    rate = config.training.sigma_learning_rate
-    rate = config.training.learning_rate if rate is None else rate
-    per_step = rate * config.posterior.alpha / max(1 - config.training.momentum, 1e-3)
-    start = net.free_sigma.detach().clone()
-    longest, steps = 0.0, 0
-    for count, fraction in zip(run.stretches(), config.schedule.fractions, strict=False):
-        steps += count
-        moved = (start + per_step * steps).clamp_max(config.posterior.cap)
-        with torch.no_grad():
-            net.free_sigma.copy_(torch.maximum(start, moved))
+        def between(number: int = number, fraction: float = stretch.fraction) -> None:
+            net.between(number, fraction)
 
-        def fix(fraction: float = fraction) -> None:
-            net.fix(fraction)
-
-        longest = max(longest, _seconds(fix))
+        longest = max(longest, _seconds(between))
     return net, longest
 
 

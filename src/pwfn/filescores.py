@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from pwfn.batches import Source
 from pwfn.compressed import Compressed
-from pwfn.config import Precision
 from pwfn.data import Data
 from pwfn.errors import DataError, FileError
 from pwfn.fileformat import load
@@ -20,6 +19,7 @@ from pwfn.inspection import inspect
 from pwfn.opening import check_classes, network_of, open_data, preparation_of
 from pwfn.options import RunOptions
 from pwfn.scoring import Objective, Scores, accuracy, evaluate, evaluating
+from pwfn.sections import Precision
 from pwfn.team import Team, team_for
 
 _KEPT = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")

@@ -58,7 +58,8 @@ class FlatOptimizer(ABC):
         if any(entry.dtype != net.free_mu.dtype for entry in net.layout.entries):
             raise WeightError("the model's weights are of several types: use a torch optimiser")
         self.net, self.seed, self.count = net, seed, 0
-        self.lr, self.sigma_lr = lr, lr if sigma_lr is None else sigma_lr
+        self._rates = lr, lr if sigma_lr is None else sigma_lr
+        self.lr, self.sigma_lr = self._rates
         self.weight_decay, self.clip_norm = weight_decay, clip_norm
         self.others = [p for p in net.model.parameters() if p.requires_grad]
         self._mask, self._version = net.fixed, net.fixed._version
@@ -71,6 +72,17 @@ class FlatOptimizer(ABC):
         self._leaves = [nn.Parameter(p.view(shape)) for p, shape in zip(pieces, shapes, strict=True)]
         self._one = torch.ones((), device=mu.device)  # the scale of a gradient that is not clipped
         self._other = self._optimizer_of_others() if self.others else None
+
+    def scale_rates(self, factor: float) -> None:
+        """From now on the learning rates are so many times those that the optimiser was made with."""
+        self.lr, self.sigma_lr = (factor * rate for rate in self._rates)
+        for group in self._other.param_groups if self._other is not None else ():
+            group["lr"] = self.lr
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """What backward leaves gradients with: the pieces of a draw, and the uncompressed parameters."""
+        return [*self._leaves, *self.others]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -141,7 +153,7 @@ class FlatOptimizer(ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
-        for parameter in (*self._leaves, *self.others):
+        for parameter in self.trained:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,9 +8,10 @@ print(layout.table())                  # every parameter: covered, or left out a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -161,6 +162,30 @@ class Layout:
             raise LayoutError(selection.nothing_left(type(model).__name__, len(left_out)))
         return cls(tuple(entries), tuple(left_out))
 
+    def without_biases(self, reason: str) -> Layout:
+        """The weights alone; the biases are left out, and why.
+
+        >>> layout = Layout.of(nn.Linear(3, 2)).without_biases("kept in full precision")
+        >>> layout.size, [item.name for item in layout.left_out]
+        (6, ['bias'])
+        """
+        kept = [entry for entry in self.entries if entry.kind is Kind.WEIGHT]
+        if not kept:
+            raise LayoutError(f"of {len(self.entries)} parameters none is a weight: biases are {reason}")
+        biases = [
+            LeftOut(e.name, e.shape, e.dtype, reason, e.aliases)
+            for e in self.entries
+            if e.kind is not Kind.WEIGHT
+        ]
+        offsets = itertools.accumulate((entry.size for entry in kept), initial=0)
+        moved = (replace(entry, offset=offset) for entry, offset in zip(kept, offsets, strict=False))
+        return Layout(tuple(moved), (*self.left_out, *biases))
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """The first and the last layer, in the order in which the model defines them."""
+        return frozenset((self.entries[0].layer, self.entries[-1].layer))
+
     @property
     def dtype(self) -> torch.dtype:
         """Type of the vector: float32, or float64 where a parameter is; narrower ones fit exactly."""
@@ -180,14 +205,22 @@ class Layout:
         return torch.cat(pieces)
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The vector cut into parameters, by every name each has; no copy for float32.
+        """The vector cut into parameters, by every name each has; no copy for float32."""
+        return self.named(self.pieces(vector))
+
+    def pieces(self, vector: Tensor) -> list[Tensor]:
+        """The vector cut into one tensor for each entry, in its shape.
 
         One ``split`` rather than a slice each: its backward is one concatenation.
         """
+        parts = vector.split([entry.size for entry in self.entries])
+        return [part.view(entry.shape) for entry, part in zip(self.entries, parts, strict=True)]
+
+    def named(self, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+        """One tensor for each entry by every name it has, in the parameter's type and memory format."""
         named: dict[str, Tensor] = {}
-        pieces = vector.split([entry.size for entry in self.entries])
         for entry, piece in zip(self.entries, pieces, strict=True):
-            tensor = piece.view(entry.shape).to(entry.dtype)
+            tensor = piece.to(entry.dtype)
             if entry.channels_last:
                 tensor = tensor.to(memory_format=_CHANNELS_LAST[len(entry.shape)])
             for name in (entry.name, *entry.aliases):

@@ -99,8 +99,7 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
 
 def inner_entries(layout: Layout) -> list[Entry]:
     """The compressed weights without biases and without the first and the last layer."""
-    ends = {layout.entries[0].layer, layout.entries[-1].layer}
-    return [e for e in layout.entries if e.kind is Kind.WEIGHT and e.layer not in ends]
+    return [e for e in layout.entries if e.kind is Kind.WEIGHT and e.layer not in layout.ends]
 
 
 def orders(values: Tensor) -> dict[int, int]:

@@ -136,7 +136,9 @@ def _result(run: Run) -> Result:
     summary = summarise(compressed.layout, compressed.values())
     bits = summary.whole.entropy_bits
     return Result(
-        compressed=replace(compressed, record={**_record(run.config, progress, after), **run.record}),
+        compressed=replace(
+            compressed, record={**compressed.record, **_record(run.config, progress, after), **run.record}
+        ),
         summary=summary,
         rounds=tuple(progress.rounds),
         before=progress.before,
@@ -153,7 +155,7 @@ def _result(run: Run) -> Result:
 def _record(config: Config, progress: Progress, after: Scores | None) -> dict[str, Any]:
     """The facts of a run that its file keeps, as JSON can hold them."""
     return {
-        "method": "pwfn",
+        "method": str(config.method),
         "settings": config.to_dict(),
         "before": progress.before.to_dict() if progress.before else None,
         "after": after.to_dict() if after else None,

@@ -10,21 +10,21 @@ compressed = net.finish()
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pwfn import ops
-from pwfn.clustering import FixStep, Move, fix_round, relative_moves
+from pwfn.clustering import FixRecord, FixStep, Move, fix_round, relative_moves
 from pwfn.compressed import Compressed
-from pwfn.config import Config, PosteriorConfig, SigmaInit
-from pwfn.errors import ConfigError, LayoutError, WeightError
+from pwfn.config import Config
+from pwfn.errors import WeightError
 from pwfn.layout import Layout, held, untouched
+from pwfn.network import WeightNetwork, check_finite
+from pwfn.sections import PosteriorConfig, SigmaInit
 
 SIGMA_FLOOR = 2.0**-30
 """The smallest sigma of a free weight."""
@@ -75,17 +75,7 @@ def _third_quartile(values: Tensor) -> float:
     return low + (position - below) * (high - low)
 
 
-@dataclass(frozen=True)
-class FixRecord:
-    """What one call of ``fix`` did."""
-
-    fraction: float
-    fixed: int  # weights fixed after it, in all
-    steps: tuple[FixStep, ...]
-    moves: tuple[Move, ...]  # by centre, of the weights it fixed
-
-
-class GaussianNetwork(nn.Module):
+class GaussianNetwork(WeightNetwork):
     """Any eager model with its convolution and linear weights as independent Gaussians.
 
     In training mode every forward pass draws ``w = mu + sigma * eps`` anew; in evaluation mode
@@ -111,29 +101,21 @@ class GaussianNetwork(nn.Module):
     fixed: Tensor
     fixed_mu: Tensor
     fixed_sigma: Tensor
+    is_recordable = False  # the seed and number of a draw are no tensors
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
-        super().__init__()
-        self.config = config or Config()
-        if not isinstance(self.config, Config):
-            raise ConfigError(f"config is a {type(self.config).__name__}: allowed is a pwfn.Config")
-        self.layout = Layout.of(model, self.config.layout.include, self.config.layout.exclude)
+        super().__init__(model, config)
         self.records: list[FixRecord] = []
         self._noise: bool | None = None
         self._generator: torch.Generator | None = None
         self._at: tuple[int, int] | None = None
-        self._is_placed = False
         self._shares = False
         mu = self.layout.gather(model)
-        _check_finite(mu, self.layout, "weight")
-        self.model = _hollow_copy(model, self.layout)
-        self._places = _places(self.model, self.layout)
         self.free_mu = nn.Parameter(mu)
         self.free_sigma = nn.Parameter(_starting_sigma(mu, self.layout, self.config.posterior))
         self.register_buffer("fixed", torch.zeros_like(mu, dtype=torch.bool))
         self.register_buffer("fixed_mu", torch.zeros_like(mu))
         self.register_buffer("fixed_sigma", torch.zeros_like(mu))
-        self.training = model.training  # not train(): the copy's layers keep their own modes
 
     @property
     def mu(self) -> Tensor:
@@ -145,16 +127,9 @@ class GaussianNetwork(nn.Module):
         """The standard deviation of every weight; at least 2^-30 for a free one."""
         return torch.where(self.fixed, self.fixed_sigma, self._floored())
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, with sampled weights in training mode, else with the means."""
-        if self._is_placed:
-            return self.model(*args, **kwargs)
-        # Recorded even where the caller records nothing: torch chooses between matrix products by
-        # whether a weight requires gradients, as a model's own do, and they differ in the last bits.
-        with torch.inference_mode(False), torch.enable_grad():
-            views = self.layout.views(self._weights())
-        weights = {place.name: views[place.name] for place in self._places}
-        return functional_call(self.model, weights, args, kwargs, tie_weights=False)
+    def views(self) -> dict[str, Tensor]:
+        """The weights of one pass by name: a draw in training mode, else the means."""
+        return self.layout.views(self._weights())
 
     @contextmanager
     def sampling(
@@ -182,22 +157,6 @@ class GaussianNetwork(nn.Module):
         finally:
             self._noise, self._generator, self._at = before
 
-    @contextmanager
-    def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the block the model has these parameters, one per entry of the layout, for its own.
-
-        For an optimiser that draws the weights itself (:mod:`pwfn.flat`): nothing is drawn here.
-        """
-        try:
-            for place in self._places:
-                place.owner._parameters[place.leaf] = weights[place.entry]
-            self._is_placed = True
-            yield
-        finally:
-            self._is_placed = False
-            for place in self._places:
-                place.owner._parameters[place.leaf] = None
-
     def share_storage(self) -> None:
         """Let fixed values live where the free ones do, which saves two vectors.
 
@@ -218,8 +177,8 @@ class GaussianNetwork(nn.Module):
     def fix(self, fraction: float) -> FixRecord:
         """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`."""
         before, mask = self.mu.detach(), self.fixed
-        _check_finite(before, self.layout, "mean of")
-        _check_finite(self.sigma.detach(), self.layout, "sigma of")
+        check_finite(before, self.layout, "mean of")
+        check_finite(self.sigma.detach(), self.layout, "sigma of")
         c = self.config.clustering
         result = fix_round(
             before,
@@ -252,7 +211,7 @@ class GaussianNetwork(nn.Module):
         values = held(self.layout, self.fixed_mu)
         return Compressed.of(self.layout, values, self.fixed_sigma, untouched(self.model, self.layout))
 
-    def rounded(self) -> GaussianNetwork:
+    def rounded(self) -> Self:
         """A copy whose free weights are fixed too, each at its own nearest candidate of the highest order.
 
         >>> net = GaussianNetwork(nn.Linear(4, 2))
@@ -269,12 +228,7 @@ class GaussianNetwork(nn.Module):
 
     def adopt(self, compressed: Compressed) -> None:
         """Take over a finished state: every weight fixed at its centre, and the tensors beside them."""
-        theirs, ours = (
-            [(entry.name, entry.shape) for entry in layout.entries]
-            for layout in (compressed.layout, self.layout)
-        )
-        if theirs != ours:
-            raise LayoutError("the compressed network is of another model: its weights lie elsewhere")
+        self.check_same_layout(compressed)
         sigma = compressed.sigma
         with torch.no_grad():
             self.fixed.fill_(True)
@@ -347,57 +301,3 @@ def _starting_sigma(mu: Tensor, layout: Layout, config: PosteriorConfig) -> Tens
     if config.init is SigmaInit.CONSTANT:
         return torch.full_like(mu, config.constant_sigma)
     return torch.cat([initial_sigma(mu[entry.span]) for entry in layout.entries])
-
-
-def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
-    """A deep copy of the model without its compressed parameters, whose places hold None.
-
-    ``functional_call`` puts the weights there for one forward pass; elsewhere the copy has only
-    what is trained or kept beside the vector, so that ``parameters()`` and ``state_dict()`` do too.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    covered = [parameters[entry.name] for entry in layout.entries]
-    stand_in = nn.Parameter(torch.empty(0), requires_grad=False)
-    try:
-        hollow = copy.deepcopy(model, {id(parameter): stand_in for parameter in covered})
-    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-        raise LayoutError(
-            f"{type(model).__name__} cannot be copied ({error}): remove what copy.deepcopy cannot "
-            "take, such as open files, locks or tensors that are part of a graph"
-        ) from error
-    for entry in layout.entries:
-        for name in (entry.name, *entry.aliases):
-            layer, _, leaf = name.rpartition(".")
-            hollow.get_submodule(layer).register_parameter(leaf, None)
-    return hollow
-
-
-class _Place(NamedTuple):
-    """Where a weight is put: a module's parameter, by one of its names, and the number of its entry."""
-
-    owner: nn.Module
-    leaf: str
-    name: str
-    entry: int
-
-
-def _places(model: nn.Module, layout: Layout) -> list[_Place]:
-    """Each place once: a module with two names is filled once, a tied weight goes to several."""
-    places: dict[tuple[int, str], _Place] = {}
-    for number, entry in enumerate(layout.entries):
-        for name in (entry.name, *entry.aliases):
-            layer, _, leaf = name.rpartition(".")
-            owner = model.get_submodule(layer)
-            places.setdefault((id(owner), leaf), _Place(owner, leaf, name, number))
-    return list(places.values())
-
-
-def _check_finite(vector: Tensor, layout: Layout, what: str) -> None:
-    finite = torch.isfinite(vector)
-    if not bool(finite.all()):
-        position = int(torch.nonzero(~finite)[0])
-        raise WeightError(
-            f"{what} {layout.locate(position)} is {float(vector[position])} (one of "
-            f"{int((~finite).sum()):,} that are not finite): start from finite weights, or lower "
-            "the learning rate"
-        )

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from pwfn.clustering import FixRecord
 from pwfn.config import Config
 from pwfn.errors import WeightError
 from pwfn.metrics import Pool
-from pwfn.posterior import FixRecord, GaussianNetwork
+from pwfn.network import WeightNetwork
+from pwfn.posterior import GaussianNetwork
 from pwfn.scoring import Scores, finite
 from pwfn.targets import Choice, State
 from pwfn.training import Fitting
@@ -26,7 +28,7 @@ class Round:
     loss: float | None  # mean task loss over them; None for no steps
     fix: FixRecord
     fixed: Pool  # over the weights fixed so far
-    sigma_quartiles: tuple[float, float, float]  # of the weights that were free in training
+    sigma_quartiles: tuple[float, float, float] | None  # of the weights that were free in training
     scores: Scores | None  # of the point estimate on the validation data
     seconds: float
 
@@ -43,7 +45,7 @@ class Round:
             "unique": self.fixed.unique,
             "power_of_two_share": self.fixed.power_of_two_share,
             "zero_share": self.fixed.zero_share,
-            "sigma_quartiles": list(self.sigma_quartiles),
+            "sigma_quartiles": list(self.sigma_quartiles) if self.sigma_quartiles else None,
             "centres": len(self.fix.steps),
             "seconds": self.seconds,
         }
@@ -80,11 +82,14 @@ class Progress:
     states: list[State] = field(default_factory=list)  # after each round, where they are kept
     choice: Choice | None = None  # of a state, once there is one
     before: Scores | None = None
-    state: dict[str, Any] | None = None  # state dict of the GaussianNetwork, on the CPU
+    state: dict[str, Any] | None = None  # state dict of the network in training, on the CPU
     finished: int = 0  # how many of the steps after the last round are done
     batches: int = 0  # batches drawn from the training data
     random: list[dict[str, Any]] | None = None  # every random state of every process
     fitting: Fitting | None = None  # a stretch of training that was begun, if in the midst of one
+    optimizer: dict[str, Any] | None = (
+        None  # its state, where the next stretch goes on with it
+    )
 
     def network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
         """The network as it was after the last finished round, made from the original model."""
@@ -92,7 +97,7 @@ class Progress:
         self.restore(net)
         return net
 
-    def restore(self, net: GaussianNetwork) -> None:
+    def restore(self, net: WeightNetwork) -> None:
         """Put a network into the state after the last finished round."""
         if self.state is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,17 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pwfn import methods
 from pwfn.batches import Source
 from pwfn.compressed import Compressed
-from pwfn.config import Config, Optimizer, Precision
+from pwfn.config import Config
 from pwfn.data.epochs import seed_from
 from pwfn.fileformat import dumps, load
-from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
+from pwfn.flat import FlatOptimizer
+from pwfn.methods import Method
 from pwfn.metrics import Pool
-from pwfn.posterior import GaussianNetwork
 from pwfn.progress import Keep, Progress, Pulse, Round
 from pwfn.randomness import random_states, restore_random_states
 from pwfn.scoring import LossFn, Objective, Scores, accuracy, divergence, evaluate
+from pwfn.sections import Decay
 from pwfn.storage import replacing
 from pwfn.targets import State, check_target, choose
 from pwfn.team import Team
@@ -52,7 +55,8 @@ class Run:
         distill: bool | LossFn,
     ) -> None:
         self.config, self.team, self.record = config, team, {}
-        self.net = GaussianNetwork(model, config).to(team.device)
+        self.net: Method = methods.of(config)(model, config).to(team.device)
+        self.plan = self.net.plan(config)
         self.original = copy.deepcopy(model).to(team.device).eval()
         last = config.training.channels_last
         self.train = Source("train_loader", train_loader, team.device, last)
@@ -67,17 +71,16 @@ class Run:
 
     def whole(self, on_round: Callable[[Progress], None] | None) -> None:
         """All rounds that are left, the choice of a state where there is a target, and the finish."""
-        progress, fractions = self.progress, self.config.schedule.fractions
+        progress = self.progress
         if progress.state is None:
             progress.before = self.scores(self.original)
+            self.begin()
         progress.restore(self.net)
-        if self.is_fused:
-            self.net.share_storage()
         self.batches = self.train.endless(progress.batches)
         if progress.random is not None:
             restore_random_states(progress.random[self.team.rank])
         reached = progress.rounds[-1].fix.fraction if progress.rounds else 0.0
-        for number, fraction in enumerate(fractions, 1):
+        for number, (_, fraction) in enumerate(self.plan, 1):
             if fraction <= reached:
                 continue
             progress.rounds.append(self.round(number, fraction))
@@ -95,6 +98,16 @@ class Run:
                 progress.finished = number + 1
                 self.advance()
 
+    def begin(self) -> None:
+        """Let the method look at one batch, if it wants to, before the run's own are begun."""
+
+        def through(module: nn.Module) -> object:
+            return next(self.train.endless()).through(module, "the first batch")
+
+        with torch.no_grad():
+            self.net.begin(through)
+        self.team.copy_first_([p.data for p in self.net.model.parameters()])
+
     def advance(self) -> None:
         """Note where the run is, between two stretches of training."""
         progress = self.progress
@@ -108,11 +121,19 @@ class Run:
         round_number: int,
         where: str,
         seed: int | None = None,
+        falls: bool = True,
     ) -> float:
-        """Train, from the beginning or from where the progress says that this stretch was left."""
+        """Train, from the beginning or from where the progress says that this stretch was left.
+
+        The learning rate falls over the stretch or, where the optimiser lives on, over all of them.
+        """
         start, self.progress.fitting = self.progress.fitting, None
         first = start.step if start is not None else 0
         before = sum(self.stretches()[: round_number - 1])
+        start_of_rate, life = (before, sum(self.stretches()[:-1])) if self.net.keeps_optimizer else (0, steps)
+
+        def rate(step: int) -> float:
+            return (1 + math.cos(math.pi * (start_of_rate + step) / life)) / 2
 
         def look(step: int, loss: float) -> None:
             if self.on_pulse is not None:
@@ -121,7 +142,7 @@ class Run:
                     Pulse(
                         stage=where,
                         round=round_number,
-                        rounds=len(self.config.schedule.fractions),
+                        rounds=len(self.plan),
                         step=step,
                         steps=steps,
                         epoch=step * share,
@@ -143,6 +164,7 @@ class Run:
             where=where,
             seed=seed,
             start=start,
+            rate=rate if falls and self.config.training.decay is Decay.COSINE else None,
             after_step=self.after_step(first, steps) if self.keep is not None else None,
             look=look,
             team=self.team,
@@ -178,67 +200,36 @@ class Run:
 
     def stretches(self) -> list[int]:
         """Steps of each stretch of training: of every round, and of polish."""
-        schedule = self.config.schedule
-        rest = [schedule.epochs_per_round] * (len(schedule.fractions) - 1)
-        return [*(self.steps_in(epochs) for epochs in (schedule.warmup_epochs, *rest)), self.polish_steps]
+        return [*(self.steps_in(stretch.epochs) for stretch in self.plan), self.polish_steps]
 
     def steps_in(self, epochs: float) -> int:
         """Steps of the optimiser in a number of epochs."""
         return steps_in(epochs / self.config.training.accumulate, self.epoch)
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether draws and steps are made in one pass: not with several draws to a step."""
-        config = self.config.training
-        one_draw = self.team.world == 1 and config.accumulate == 1
-        plain = all(entry.dtype == self.net.free_mu.dtype for entry in self.net.layout.entries)
-        return config.fused and one_draw and plain and config.precision is not Precision.FP16
-
-    def optimizer(self, seed: int) -> torch.optim.Optimizer | FlatOptimizer:
-        """A fresh one, for a round."""
-        config, net = self.config.training, self.net
-        betas = (config.momentum, 0.999)
-        halves = config.precision is Precision.BF16
-        if self.is_fused:
-            options: dict[str, Any] = {
-                "lr": config.learning_rate,
-                "sigma_lr": config.sigma_learning_rate,
-                "weight_decay": config.weight_decay,
-                "clip_norm": config.clip_norm,
-                # Autocast leaves float64 as it is.
-                "dtype": torch.bfloat16 if halves and net.free_mu.dtype == torch.float32 else None,
-                "seed": seed,
-            }
-            if config.optimizer is Optimizer.ADAMW:
-                return FlatAdamW(net, betas=betas, **options)
-            return FlatSGD(net, momentum=config.momentum, **options)
-        groups = net.parameter_groups(
-            lr=config.learning_rate,
-            sigma_lr=config.sigma_learning_rate,
-            weight_decay=config.weight_decay,
-        )
-        if config.optimizer is Optimizer.ADAMW:
-            return torch.optim.AdamW(groups, betas=betas)
-        return torch.optim.SGD(groups, momentum=config.momentum)
-
     def round(self, number: int, fraction: float) -> Round:
-        """Train with fresh optimiser state, then fix up to the fraction."""
+        """Train, then do what the method does in between."""
         started = time.perf_counter()
         net, steps = self.net, self.stretches()[number - 1]
         seed = seed_from("noise", self.config.seed, self.team.rank, number)
-        optimizer = self.optimizer(seed)
-        where = f"round {number} of {len(self.config.schedule.fractions)}"
-        loss = self.fit(optimizer, steps, number, where, seed) if steps else None
-        quartiles = _quartiles(net.sigma[~net.fixed].detach())
-        record = net.fix(fraction)
-        self.team.check_alike(f"{where}: the clusters", (net.fixed, net.mu, net.sigma))
+        where = f"round {number} of {len(self.plan)}"
+        loss = None
+        if steps:
+            alone = self.team.world == 1 and self.config.training.accumulate == 1
+            optimizer = net.optimizer(seed, alone=alone)
+            if self.progress.optimizer is not None:
+                optimizer.load_state_dict(self.progress.optimizer)
+            loss = self.fit(optimizer, steps, number, where, seed)
+            if net.keeps_optimizer:
+                self.progress.optimizer = copy.deepcopy(optimizer.state_dict())
+        done = net.between(number, fraction)
+        self.team.check_alike(f"{where}: the weights", net.compared())
         return Round(
             number=number,
             steps=steps,
             loss=loss,
-            fix=record,
-            fixed=Pool.of(net.mu[net.fixed].detach()),
-            sigma_quartiles=quartiles,
+            fix=done.record,
+            fixed=Pool.of(done.fixed),
+            sigma_quartiles=done.sigma_quartiles,
             scores=self.scores(net),
             seconds=time.perf_counter() - started,
         )
@@ -253,7 +244,8 @@ class Run:
             reestimate_batchnorm(net, self.train.endless(), steps, where, self.team)
         compressed = net.finish()
         scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)))
-        record = {"method": "pwfn", "settings": self.config.to_dict(), "round": number, **self.record}
+        facts = {"method": str(self.config.method), "settings": self.config.to_dict(), "round": number}
+        record = {**compressed.record, **facts, **self.record}
         pool = Pool.of(compressed.values())
         content = self.team.first(lambda: dumps(replace(compressed, record=record)))
         return State(number, fraction, scores, pool.entropy_bits, pool.unique, content)
@@ -262,7 +254,7 @@ class Run:
         """Choose the state to keep and, if it is not the last, go back to it."""
         progress = self.progress
         progress.choice = choose(progress.states, progress.before, self.config.target)
-        if progress.choice.round < len(self.config.schedule.fractions):
+        if progress.choice.round < len(self.plan):
             chosen = next(s for s in progress.states if s.round == progress.choice.round)
             self.net.adopt(_read(chosen.content))
         self.advance()
@@ -293,7 +285,7 @@ class Run:
             weight_decay=config.weight_decay,
         )
         with self.net.sampling(False):
-            self.fit(optimizer, self.polish_steps, len(self.config.schedule.fractions) + 1, "polish")
+            self.fit(optimizer, self.polish_steps, len(self.plan) + 1, "polish", falls=False)
 
     def scores(self, model: nn.Module) -> Scores | None:
         """Of a model on the validation data, if there are any."""
@@ -313,14 +305,6 @@ def _read(content: bytes) -> Compressed:
         with replacing(path) as temporary:
             temporary.write_bytes(content)
         return load(path)
-
-
-def _quartiles(values: Tensor) -> tuple[float, float, float]:
-    if values.numel() == 0:
-        return (0.0, 0.0, 0.0)
-    at = [round(q * (values.numel() - 1)) for q in (0.25, 0.5, 0.75)]
-    low, middle, high = (float(values.kthvalue(position + 1).values) for position in at)
-    return (low, middle, high)
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from pwfn import methods
 from pwfn.checkpoint import Store
 from pwfn.config import Config
 from pwfn.errors import FileError
@@ -147,7 +148,8 @@ class _Diary:
         title = f"{self._options.model} on {found.data.name}, into {self._folder}"
         if progress is not None:
             title += f"; going on after round {self._rounds} and {batches:,} batches"
-        self._view.begin(title, len(config.schedule.fractions), progress.rounds if progress else ())
+        rounds = len(methods.of(config).plan(config))
+        self._view.begin(title, rounds, progress.rounds if progress else ())
 
     def pulse(self, now: Pulse) -> None:
         """Show it; and write a line at the end of every epoch and of every stretch."""

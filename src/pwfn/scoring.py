@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn.batches import BATCH_ERRORS, Batch, Source
-from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
+from pwfn.sections import Precision
 from pwfn.team import Team
 
 LossFn = Callable[[Any, Any], Tensor]

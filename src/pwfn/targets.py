@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pwfn.config import TargetConfig
 from pwfn.errors import ConfigError
 from pwfn.scoring import Scores, finite
+from pwfn.sections import TargetConfig
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.batches import Batch, is_out_of_memory
-from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import ConfigError, DataError, DivergedError, TooLargeError, cause
 from pwfn.flat import FlatOptimizer
-from pwfn.posterior import GaussianNetwork
+from pwfn.network import WeightNetwork
 from pwfn.recorded import RecordedStep
 from pwfn.scoring import Objective, autocast, evaluating, largest_that_fits
+from pwfn.sections import Precision, TrainingConfig
 from pwfn.team import Team
 
 # Each look at the loss waits for the device: one every so many steps, or seconds if steps are long.
@@ -46,7 +46,7 @@ Look = Callable[[int, float], None]
 
 
 def fit(
-    net: GaussianNetwork,
+    net: WeightNetwork,
     batches: Iterator[Batch],
     steps: int,
     objective: Objective,
@@ -56,6 +56,7 @@ def fit(
     where: str,
     seed: int | None = None,
     start: Fitting | None = None,
+    rate: Callable[[int], float] | None = None,
     after_step: AfterStep | None = None,
     look: Look | None = None,
     team: Team | None = None,
@@ -65,21 +66,25 @@ def fit(
     A step averages the gradients of ``config.accumulate`` batches, and of all processes. With
     ``start`` it goes on where that snapshot was taken. The gradient's norm is clipped before
     the regulariser's part is added: the regulariser's own norm is ``alpha * sqrt(N)``, and clipping
-    the sum would shrink every step.
+    the sum would shrink every step. ``rate`` gives, for the steps done, the share of the learning rates
+    that the next step has.
 
     A torch optimiser makes plain steps, whose noise is a function of ``seed`` and the batch's number,
     or torch's own without a seed. A :class:`pwfn.flat.FlatOptimizer` has its own seed; with the
     same one it takes the same steps, to rounding, in fewer passes.
     """
     net.train()
-    team = team or Team(net.free_mu.device)
+    team = team or Team(net.device)
     stepper: _Stepper | _FlatStepper
     if isinstance(optimizer, FlatOptimizer):
         stepper = _FlatStepper(net, objective, config, optimizer, team)
     else:
         stepper = _Stepper(net, objective, config, optimizer, team, seed)
-    ledger = _Ledger(net.free_mu.device, steps, where)
+    ledger = _Ledger(net.device, steps, where)
     first = 0
+    if rate is not None and not isinstance(optimizer, FlatOptimizer):
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
     if start is not None:
         optimizer.load_state_dict(start.optimizer)
         stepper.scaler.load_state_dict(start.scaler)
@@ -87,6 +92,8 @@ def fit(
         ledger.total += start.totals[stepper.team.rank]
         first = start.step
     for step in range(first, steps):
+        if rate is not None:
+            _scale_rates(optimizer, rate(step))
         loss, norm = stepper.step(batches, f"{where}, step {step + 1}")
         mean = ledger.enter(step, loss, norm)
         if look is not None and mean is not None:
@@ -94,6 +101,14 @@ def fit(
         if after_step is not None:
             after_step(partial(_snapshot, step + 1, ledger, stepper))
     return float(stepper.team.total(ledger.total)) / stepper.team.world / max(steps, 1)
+
+
+def _scale_rates(optimizer: torch.optim.Optimizer | FlatOptimizer, factor: float) -> None:
+    if isinstance(optimizer, FlatOptimizer):
+        optimizer.scale_rates(factor)
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group["initial_lr"]
 
 
 def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper | _FlatStepper) -> Fitting:
@@ -110,7 +125,7 @@ def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper | _FlatStepper) -> F
 class _Task:
     """Forward and backward of a batch, for whoever steps then."""
 
-    net: GaussianNetwork
+    net: WeightNetwork
     objective: Objective
     config: TrainingConfig
     optimizer: torch.optim.Optimizer | FlatOptimizer
@@ -129,12 +144,14 @@ class _Task:
             raise batch.too_large(where, largest_that_fits(batch, alone)) from error
 
     def _attempt(self, batch: Batch, where: str) -> Tensor:
-        with autocast(self.net.free_mu.device, self.config.precision):
+        with autocast(self.net.device, self.config.precision):
             loss = self.objective(self.net, batch, where)
         if not loss.requires_grad:
             raise DataError(f"{where}: the loss does not depend on the weights: return a differentiable loss")
+        term = self.net.term(loss.detach())
+        whole = loss if term is None else loss + term
         try:
-            self.scaler.scale(loss / self.config.accumulate).backward()
+            self.scaler.scale(whole / self.config.accumulate).backward()
         except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
             if is_out_of_memory(error):
                 raise batch.too_large(where) from error
@@ -147,7 +164,7 @@ class _FlatStepper:
 
     def __init__(
         self,
-        net: GaussianNetwork,
+        net: WeightNetwork,
         objective: Objective,
         config: TrainingConfig,
         optimizer: FlatOptimizer,
@@ -159,11 +176,13 @@ class _FlatStepper:
                 "a flat optimiser steps one batch of one process, in fp32 or bf16: set training.fused = false"
             )
         self.optimizer, self.team = optimizer, team
-        self.scaler = torch.amp.GradScaler(net.free_mu.device.type, enabled=False)
+        self.scaler = torch.amp.GradScaler(net.device.type, enabled=False)
         self.done = 0
         self._task = _Task(net, objective, config, optimizer, self.scaler)
-        graph = config.cuda_graph and net.free_mu.is_cuda
-        self._recorded = RecordedStep(optimizer, self._task.gradients) if graph else None
+        graph = config.cuda_graph and net.device.type == "cuda"
+        self._recorded: RecordedStep | None = None
+        if graph:
+            self._recorded = RecordedStep(optimizer.trained, self._task.gradients, optimizer.collect)
 
     def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
         """The loss of the step's batch, and the norm of the task's gradient."""
@@ -183,7 +202,7 @@ class _Stepper:
 
     def __init__(
         self,
-        net: GaussianNetwork,
+        net: WeightNetwork,
         objective: Objective,
         config: TrainingConfig,
         optimizer: torch.optim.Optimizer,
@@ -196,25 +215,37 @@ class _Stepper:
         self.trained = [p for group in optimizer.param_groups for p in group["params"]]
         # Unscaled, much of a gradient in fp16 lies below 2^-24, where it would vanish.
         scaled = config.precision is Precision.FP16
-        self.scaler = torch.amp.GradScaler(net.free_mu.device.type, enabled=scaled)
+        self.scaler = torch.amp.GradScaler(net.device.type, enabled=scaled)
         self._task = _Task(net, objective, config, optimizer, self.scaler)
+        # A penalty is of the network's own parameters: none where only others are trained, as in polish.
+        own = {id(p) for p in net.parameters(recurse=False)}
+        self._has_penalty = any(id(p) in own for p in self.trained)
+        one_pass = team.world == 1 and config.accumulate == 1 and not scaled and net.is_recordable
+        graph = config.cuda_graph and net.device.type == "cuda" and one_pass
+        self._recorded = RecordedStep(self.trained, self._task.gradients) if graph else None
 
     def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
         """The mean loss of the step's batches, and the norm of the task's gradient."""
-        self.optimizer.zero_grad(set_to_none=True)
-        count = self.config.accumulate
-        loss = torch.stack([self._drawn(next(batches), where, number) for number in range(count)]).mean()
+        loss = self._loss(batches, where)
         self.done += 1
         self.team.average_gradients_(self.trained)
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
         norm = nn.utils.clip_grad_norm_([p for p in self.trained if p.grad is not None], limit)
-        if self.net.config.posterior.alpha > 0 and any(p is self.net.free_sigma for p in self.trained):
-            self.net.penalty().backward()
+        penalty = self.net.penalty() if self._has_penalty else None
+        if penalty is not None:
+            penalty.backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         # With a scale that adapts itself an infinite gradient is no mishap: that step was left out.
         return loss, torch.zeros_like(loss) if self.scaler.is_enabled() else norm
+
+    def _loss(self, batches: Iterator[Batch], where: str) -> Tensor:
+        if self._recorded is not None:
+            return self._recorded(next(batches), where)[0]
+        self.optimizer.zero_grad(set_to_none=True)
+        count = self.config.accumulate
+        return torch.stack([self._drawn(next(batches), where, number) for number in range(count)]).mean()
 
     def _drawn(self, batch: Batch, where: str, number: int) -> Tensor:
         """Add a batch's share to the gradients, with a draw of its own, and return its loss."""
@@ -263,7 +294,7 @@ class _Ledger:
 
 @torch.no_grad()
 def reestimate_batchnorm(
-    net: GaussianNetwork, batches: Iterator[Batch], steps: int, where: str, team: Team | None = None
+    net: WeightNetwork, batches: Iterator[Batch], steps: int, where: str, team: Team | None = None
 ) -> int:
     """Gather running statistics again at the point estimate, as plain means over all batches.
 
@@ -289,7 +320,7 @@ def reestimate_batchnorm(
                 layer.momentum = momentum
                 if layer not in done:
                     layer.load_state_dict(statistics, strict=False)
-    (team or Team(net.free_mu.device)).average_([buffer for layer in done for buffer in _statistics(layer)])
+    (team or Team(net.device)).average_([buffer for layer in done for buffer in _statistics(layer)])
     return len(done)
 
 

@@ -16,12 +16,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from pwfn import models
 from pwfn.batches import Batch, Source
-from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import DataError, DivergedError
 from pwfn.randomness import seeded
 from pwfn.scoring import Objective, Scores, accuracy, evaluate
 from pwfn.scratch.augmentation import cutout, mixed
 from pwfn.scratch.recipe import Optimizer, Recipe, rise_and_fall
+from pwfn.sections import Precision, TrainingConfig
 
 
 def untrained(name: str, recipe: Recipe, **options: Any) -> nn.Module:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NoReturn
 
-from pwfn.config import Precision
 from pwfn.errors import ConfigError
+from pwfn.sections import Precision
 
 
 class Optimizer(StrEnum):

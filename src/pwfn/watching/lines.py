@@ -18,8 +18,13 @@ def round_line(done: Round) -> str:
     return (
         f"{done.number:>5}  {done.fix.fraction:>6.1%}  {loss_text(done):>7}  {score_text(done):>8}  "
         f"{done.fixed.entropy_bits:>7.3f}  {done.fixed.unique:>6}  "
-        f"{done.fixed.power_of_two_share:>13.1%}  {done.sigma_quartiles[1]:>12.5f}"
+        f"{done.fixed.power_of_two_share:>13.1%}  {sigma_text(done):>12}"
     )
+
+
+def sigma_text(done: Round) -> str:
+    """The median sigma of the weights that were free, for methods that have any."""
+    return f"{done.sigma_quartiles[1]:.5f}" if done.sigma_quartiles else "-"
 
 
 def loss_text(done: Round) -> str:

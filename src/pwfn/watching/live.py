@@ -194,6 +194,11 @@ def _took(done: Round) -> str:
     return f"{int(done.seconds) // 3600}:{int(done.seconds) // 60 % 60:02} h"
 
 
+def _sigmas(done: Round, text: Callable[[float], str]) -> str:
+    """The quartiles of sigma, for methods that have any."""
+    return " ".join(map(text, done.sigma_quartiles)) if done.sigma_quartiles else "-"
+
+
 _NARROW = (
     _Column("round", 5, lambda done: f"{done.number}", 0),
     _Column("fixed", 6, lambda done: f"{done.fix.fraction:.1%}", 1),
@@ -202,11 +207,11 @@ _NARROW = (
     _Column("bits", 5, lambda done: f"{done.fixed.entropy_bits:.3f}", 3),
     _Column("unique", 6, lambda done: f"{done.fixed.unique}", 5),
     _Column("powers", 6, lambda done: f"{done.fixed.power_of_two_share:.1%}", 7),
-    _Column("sigma x1000", 14, lambda done: " ".join(map(_thousandths, done.sigma_quartiles)), 6),
+    _Column("sigma x1000", 14, lambda done: _sigmas(done, _thousandths), 6),
     _Column("time", 6, _took, 8),
 )
 _LONG = {"bits": ("entropy bits", 12), "powers": ("powers of two", 13), "time": ("time", 7)}
-_SIGMA = _Column("sigma quartiles", 23, lambda done: " ".join(f"{s:.5f}" for s in done.sigma_quartiles), 6)
+_SIGMA = _Column("sigma quartiles", 23, lambda done: _sigmas(done, "{:.5f}".format), 6)
 _WIDE = tuple(
     _SIGMA if old.head == "sigma x1000" else _Column(*_LONG.get(old.head, old[:2]), *old[2:])
     for old in _NARROW

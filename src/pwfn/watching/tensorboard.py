@@ -58,7 +58,7 @@ class TensorBoard(View):
     def round(self, done: Round) -> None:
         """Add the figures of the round."""
         self._before += done.steps
-        low, middle, high = done.sigma_quartiles
+        low, middle, high = done.sigma_quartiles or (None, None, None)
         self._add(
             self._before,
             {
