@@ -277,7 +277,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
         "{missing}/net.pt: cannot be writt",
     ),
     (("export", "{named}", "--to", "torch", "--out", "{folder}"), "{folder}: is a folder: name a file in it"),
-    (("config", "run.toml", "--preset", "paper"), "give a file or --preset, not both"),
+    (("config", "run.toml", "--preset", "paper"), "give a file or --preset and --method, not both"),
     (("demo", "--out", "{text}"), "{text}: cannot be made a folder: File exists"),
     (("demo", "--out", "{text}/demo"), "{text}/demo: cannot be made a folder: Not a directory"),
 ]

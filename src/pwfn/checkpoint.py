@@ -111,6 +111,7 @@ def to_plain(progress: Progress) -> dict[str, Any]:
         "batches": progress.batches,
         "random": progress.random,
         "fitting": [fitting.step, fitting.totals, fitting.optimizer, fitting.scaler] if fitting else None,
+        "seconds": progress.seconds,
         "optimizer": progress.optimizer,
     }
 
@@ -127,6 +128,7 @@ def from_plain(plain: Mapping[str, Any]) -> Progress:
         batches=plain["batches"],
         random=plain["random"],
         fitting=Fitting(*plain["fitting"]) if plain["fitting"] else None,
+        seconds=plain["seconds"],
         optimizer=plain["optimizer"],
     )
 

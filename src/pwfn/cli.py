@@ -75,6 +75,9 @@ def compress(
     weights: Annotated[
         str, typer.Option(help="A file (safetensors or torch), pretrained (timm's own), or random.")
     ] = "pretrained",
+    method: Annotated[
+        str | None, typer.Option(help="pwfn (the default), wfn, lsq, lsq+, apot, q-vit, kmeans or baseline.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="recommended (the default) or paper.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     changes: Annotated[
@@ -115,7 +118,7 @@ def compress(
         *(model, data, out, weights, classes, device, batch_size, test_batch_size, workers, holdout, limit),
         *(resume, checkpoint_minutes, tensorboard),
     )
-    chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits)
+    chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits, method)
     raise typer.Exit(commands.compress(how, chosen, typer.echo, dry_run=dry_run, as_json=as_json))
 
 
@@ -194,12 +197,13 @@ def config(
     preset: Annotated[
         str | None, typer.Option(help="Without a file: recommended (the default) or paper.")
     ] = None,
+    method: Annotated[str | None, typer.Option(help="Without a file: as for compress.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print a preset as commented TOML, or check a file and print it whole."""
-    if file and preset:
-        raise PwfnError("give a file or --preset, not both: a file names its own preset")
-    settings = Config.load(file) if file else Config.preset(preset or "recommended")
+    if file and (preset or method):
+        raise PwfnError("give a file or --preset and --method, not both: a file names its own")
+    settings = Config.load(file) if file else Config.preset(preset or "recommended", method or "pwfn")
     typer.echo(json.dumps(settings.to_dict()) if as_json else settings.to_toml(), nl=as_json)
 
 

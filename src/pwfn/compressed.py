@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwfn import ops
+from pwfn import activations, ops
 from pwfn.distinct import distinct
 from pwfn.errors import LayoutError, WeightError
 from pwfn.layout import Entry, Layout
@@ -123,40 +123,46 @@ class Compressed:
 
         With ``weights="indices"`` layers are replaced by those of :mod:`pwfn.runtime`, which hold indices
         and palettes and no dense weight; ``tile`` is then how many output channels of a convolution are
-        dense at a time, all unless said. What the model's state dict holds beside tensors (the extra state
-        of a module) stays its own.
+        dense at a time, all unless said. Where the network was trained with quantised activations, the model
+        gets their quantisers too (:mod:`pwfn.activations`). What the model's state dict holds beside tensors
+        (the extra state of a module) stays its own.
         """
         if weights not in ("dense", "indices") or (tile is not None and weights == "dense"):
             raise WeightError(
                 f"weights={weights!r} with tile={tile}: give 'dense', or 'indices' with or without a tile"
             )
-        whole = model.state_dict()
-        self._check_fits({name: value for name, value in whole.items() if isinstance(value, Tensor)})
+        self._check_fits(model)
+        attached = self.record.get("activations")
+        if attached is not None and not hasattr(model, activations.NAME):
+            activations.attach(model, attached)
         if weights == "indices":
             # Here and not above: the runtime stands on this value, not this value on it.
             from pwfn.runtime import apply_indices
 
             return apply_indices(self, model, tile)
-        model.load_state_dict({**whole, **self.dense_state_dict()})
+        model.load_state_dict({**model.state_dict(), **self.dense_state_dict()})
         return model
 
-    def _check_fits(self, theirs: Mapping[str, Tensor]) -> None:
-        """An error that names the tensors in which a model's state dict differs."""
+    def _check_fits(self, model: nn.Module) -> None:
+        """An error that names the tensors in which a model's state dict differs, before it is changed."""
         ours: dict[str, tuple[int, ...]] = {name: tuple(held.shape) for name, held in self.untouched.items()}
         for entry in self.layout.entries:
             ours |= dict.fromkeys((entry.name, *entry.aliases), entry.shape)
-        model = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+        state: Mapping[str, object] = model.state_dict()
+        theirs = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+        names = ours.keys() | theirs.keys()
         differing = [
-            f"{name} is {_shape(model, name)} in the model, {_shape(ours, name)} here"
-            for name in sorted(ours.keys() | model.keys())
-            if _shape(ours, name) != _shape(model, name)
+            f"{name} is {_shape(theirs, name)} in the model, {_shape(ours, name)} here"
+            for name in sorted(names)
+            # What this network has attached to it is not in a model as its author wrote it.
+            if _shape(ours, name) != _shape(theirs, name) and not name.startswith(f"{activations.NAME}.")
         ]
         if differing:
             more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
             raise LayoutError("the model does not match: " + "; ".join(differing[:10]) + more)
 
     def save(
-        self, path: str | Path, *, posterior: str = "centre", record: Mapping[str, Any] | None = None
+        self, path: str | Path, *, posterior: str | None = None, record: Mapping[str, Any] | None = None
     ) -> int:
         """Write a .pwfn file and return its size in bytes; see :func:`pwfn.fileformat.save`.
 

@@ -55,15 +55,16 @@ _FREE_WEIGHTS = 2**20
 _WEIGHTS_PER_BYTE = 64
 
 
-def save(compressed: Compressed, path: str | Path, *, posterior: Posterior | str = Posterior.CENTRE) -> int:
+def save(compressed: Compressed, path: str | Path, *, posterior: Posterior | str | None = None) -> int:
     """Write a file, whole or not at all, and return its size in bytes.
 
-    ``posterior``: ``centre`` (one sigma per codebook value), ``weight`` (exact) or ``none``. The
+    ``posterior``: ``centre`` (one sigma per codebook value), ``weight`` (exact) or ``none``; ``centre``
+    unless given, for a network that has one. The
     file is written beside its target and renamed, so that an error leaves what was there.
     """
     path = Path(path)
     try:
-        kind = Posterior(posterior)
+        kind = usual_posterior(compressed) if posterior is None else Posterior(posterior)
     except ValueError:
         raise FileError(f"posterior is {posterior!r}: allowed is one of {', '.join(Posterior)}") from None
     with _naming(path):
@@ -81,9 +82,15 @@ def load(path: str | Path) -> Compressed:
     return Reader(path).compressed()
 
 
-def dumps(compressed: Compressed, posterior: Posterior = Posterior.CENTRE) -> bytes:
+def usual_posterior(compressed: Compressed) -> Posterior:
+    """What a file keeps of a posterior unless told: one sigma per centre, or nothing where there is none."""
+    return Posterior.NONE if compressed.sigma is None else Posterior.CENTRE
+
+
+def dumps(compressed: Compressed, posterior: Posterior | None = None) -> bytes:
     """The bytes of a file."""
     check(compressed)
+    posterior = usual_posterior(compressed) if posterior is None else posterior
     if posterior is not Posterior.NONE and compressed.sigma is None:
         raise FileError("there is no posterior to save: pass posterior='none'")
     if posterior is Posterior.WEIGHT and compressed.weight_sigma is None:

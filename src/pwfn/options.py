@@ -10,6 +10,7 @@ from typing import Any
 
 from pwfn.config import Config
 from pwfn.errors import ConfigError
+from pwfn.sections import MethodName
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,18 @@ def settings(
     seed: int | None = None,
     max_drop: float | None = None,
     target_bits: float | None = None,
+    method: str | None = None,
 ) -> Config:
-    """The settings of a preset or a file, with ``section.name=value`` changes on top.
+    """The settings of a preset or a file for a method, with ``section.name=value`` changes on top.
 
     >>> settings("paper", None, ["clustering.rule=each", "clustering.b=8"]).clustering.b
     8
     """
     if preset and file:
         raise ConfigError("give --config or --preset, not both: a file names its own preset")
-    config = Config.load(file) if file else Config.preset(preset or "recommended")
+    if file and method:
+        raise ConfigError("give --config or --method, not both: a file names its own method")
+    config = Config.load(file) if file else Config.preset(preset or "recommended", method or MethodName.PWFN)
     named = {"seed": seed, "target.max_drop": max_drop, "target.bits": target_bits}
     given = {name: value for name, value in named.items() if value is not None}
     return config.override({**dict(_change(text) for text in changes), **given})

@@ -35,13 +35,15 @@ class Result:
     fixed: Scores | None  # just after the last fixing
     after: Scores | None  # at the end, measured on the decoded weights
     config: Config
+    epochs: float  # trained, polish included
+    seconds: float  # of work, in all the processes that went on with it
     _original: nn.Module = field(repr=False)
     states: tuple[State, ...] = ()  # after each round, where they were asked for
     choice: Choice | None = None  # of one of them, where there was a target
     target_met: bool | None = None  # by the figures at the end
 
     def save(
-        self, path: str | Path, *, posterior: str = "centre", record: Mapping[str, Any] | None = None
+        self, path: str | Path, *, posterior: str | None = None, record: Mapping[str, Any] | None = None
     ) -> int:
         """Write a .pwfn file and return its size in bytes; see :func:`pwfn.fileformat.save`."""
         return self.compressed.save(path, posterior=posterior, record=record)
@@ -145,6 +147,8 @@ def _result(run: Run) -> Result:
         fixed=progress.rounds[-1].scores,
         after=after,
         config=run.config,
+        epochs=run.epochs,
+        seconds=progress.seconds,
         states=tuple(progress.states),
         choice=progress.choice,
         target_met=meets(target, progress.before, after, bits) if target.wanted else None,

@@ -87,9 +87,8 @@ class Progress:
     batches: int = 0  # batches drawn from the training data
     random: list[dict[str, Any]] | None = None  # every random state of every process
     fitting: Fitting | None = None  # a stretch of training that was begun, if in the midst of one
-    optimizer: dict[str, Any] | None = (
-        None  # its state, where the next stretch goes on with it
-    )
+    seconds: float = 0.0  # of work so far, in all the processes that went on with it
+    optimizer: dict[str, Any] | None = None  # its state, if the next stretch goes on with it
 
     def network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
         """The network as it was after the last finished round, made from the original model."""

@@ -72,6 +72,7 @@ class Run:
     def whole(self, on_round: Callable[[Progress], None] | None) -> None:
         """All rounds that are left, the choice of a state where there is a target, and the finish."""
         progress = self.progress
+        self._began = time.perf_counter() - progress.seconds
         if progress.state is None:
             progress.before = self.scores(self.original)
             self.begin()
@@ -112,6 +113,7 @@ class Run:
         """Note where the run is, between two stretches of training."""
         progress = self.progress
         progress.state, progress.fitting = _on_cpu(self.net.state_dict()), None
+        progress.seconds = time.perf_counter() - self._began
         progress.batches, progress.random = self.batches.drawn, self.team.gather(random_states())
 
     def fit(
@@ -191,6 +193,7 @@ class Run:
                     batches=self.batches.drawn,
                     random=self.team.gather(random_states()),
                     fitting=fitting,
+                    seconds=time.perf_counter() - self._began,
                 )
 
             if self.keep is not None:
@@ -201,6 +204,12 @@ class Run:
     def stretches(self) -> list[int]:
         """Steps of each stretch of training: of every round, and of polish."""
         return [*(self.steps_in(stretch.epochs) for stretch in self.plan), self.polish_steps]
+
+    @property
+    def epochs(self) -> float:
+        """Of training in all, polish included."""
+        polish = self.config.finish.polish_epochs if self.polish_steps else 0.0
+        return sum(stretch.epochs for stretch in self.plan) + polish
 
     def steps_in(self, epochs: float) -> int:
         """Steps of the optimiser in a number of epochs."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +45,6 @@ def run(
     """
     team = team or team_for(options.device)
     view = view if view is not None and team.leads else Silent()
-    started = time.monotonic()
     team.first(lambda: _prepare(options.out, options.resume))
     found = opened(options, config, team)
     store = Store(options.out / "checkpoints", found.identity)
@@ -76,7 +74,7 @@ def run(
             team=team,
         )
         facts = _finish(options, found, result, team)
-        diary.end(facts, time.monotonic() - started)
+        diary.end(facts)
     return facts
 
 
@@ -96,6 +94,8 @@ def _finish(options: RunOptions, found: Opened, result: Result, team: Team) -> d
         "before": result.before.to_dict() if result.before else None,
         "after": after.to_dict(),
         **measured,
+        "epochs": result.epochs,
+        "seconds": result.seconds,
     }
     if result.choice is not None:
         facts["choice"] = {**asdict(result.choice), "met_in_the_end": result.target_met}
@@ -192,7 +192,7 @@ class _Diary:
                 self._log.add({"event": "state", **where, **state.to_dict(), "file": str(path)})
         self._store.save(now)
 
-    def end(self, facts: dict[str, Any], seconds: float) -> None:
+    def end(self, facts: dict[str, Any]) -> None:
         """Write the record, and say what came of it all."""
         if self._log is None:
             return
@@ -203,10 +203,9 @@ class _Diary:
             "machine": _machine(self._team),
             "rounds": [line for line in self._log.lines() if line["event"] == "round"],
             "states": states,
-            "seconds": seconds,  # of this process, if the run was gone on with
         }
         _write_text(self._folder / "record.json", json.dumps(record, indent=1) + "\n")
-        self._log.add({"event": "end", "seconds": seconds, **facts})
+        self._log.add({"event": "end", **facts})
         for line in table_of_states(states):
             self._view.say(line)
         if "choice" in facts:

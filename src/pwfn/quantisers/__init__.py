@@ -1,0 +1,19 @@
+"""Quantisers with learned parameters: LSQ, LSQ+ and APoT, of weights and of activations."""
+
+from __future__ import annotations
+
+from pwfn.quantisers.apot import AlphaGradient, ApotQuantiser
+from pwfn.quantisers.lsq import Codes, LsqQuantiser, signed_codes, unsigned_codes
+from pwfn.quantisers.lsqplus import LsqPlusQuantiser
+from pwfn.quantisers.protocol import WeightQuantiser
+
+__all__ = [
+    "AlphaGradient",
+    "ApotQuantiser",
+    "Codes",
+    "LsqPlusQuantiser",
+    "LsqQuantiser",
+    "WeightQuantiser",
+    "signed_codes",
+    "unsigned_codes",
+]

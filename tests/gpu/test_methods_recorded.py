@@ -1,0 +1,108 @@
+"""Quantisers, shared weights and WFN's pull on a GPU: recorded as CUDA graphs, the same bits every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pwfn import clustering_kmeans as kmeans
+from pwfn import clustering_wfn as wfn
+from pwfn.clustering_wfn import Pull
+from pwfn.quantisers import ApotQuantiser, LsqPlusQuantiser, LsqQuantiser
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+QUANTISERS: dict[str, Callable[[Tensor], nn.Module]] = {
+    "lsq": lambda w: LsqQuantiser.for_weights(w, 4),
+    "lsq per channel": lambda w: LsqQuantiser.for_weights(w, 4, axis=0),
+    "lsq+": lambda w: LsqPlusQuantiser.for_weights(w, 3),
+    "lsq+ activations": lambda x: LsqPlusQuantiser.for_activations(x, 4),
+    "apot": lambda w: ApotQuantiser.for_weights(w, 4),
+    "apot activations": lambda x: ApotQuantiser.for_activations(x, 4),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def replayed(action: Callable[[], Tensor], leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Value and gradients of an action done plainly, and of the same recorded and then replayed twice."""
+
+    def step() -> list[Tensor]:
+        value = action()
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        plain = [tensor.clone() for tensor in step()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    return plain, found
+
+
+def assert_bit_equal(pair: tuple[list[Tensor], list[Tensor]]) -> None:
+    for one, other in zip(*pair, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_a_recorded_quantiser_is_the_plain_one(name: str) -> None:
+    x, factor = normal(32, 16, 3, 3).requires_grad_(), normal(32, 16, 3, 3, seed=1)
+    quantiser = QUANTISERS[name](x.detach())
+    assert_bit_equal(replayed(lambda: (quantiser(x) * factor).sum(), [x, *quantiser.parameters()]))
+    cpu = QUANTISERS[name](x.detach().cpu())
+    cpu.load_state_dict(quantiser.state_dict())
+    differs = quantiser(x).cpu() != cpu(x.cpu())
+    assert int(differs.sum()) <= 2  # APoT's mean and sigma are added in another order
+
+
+@pytest.mark.parametrize("nearest", [None, 16])
+def test_a_recorded_pull_is_the_plain_one_and_that_of_a_cpu(nearest: int | None) -> None:
+    weights = (0.05 * normal(270_001)).requires_grad_()
+    centres, free = (0.05 * normal(150, seed=1)).sort().values, normal(270_001, seed=2) > 0
+    term = Pull(centres, free, nearest=nearest)
+    plain, found = replayed(lambda: term(weights), [weights])
+    assert_bit_equal((plain, found))
+    at_home = weights.detach().cpu().requires_grad_()
+    value = Pull(centres.cpu(), free.cpu(), nearest=nearest)(at_home)
+    torch.testing.assert_close(plain[0].cpu(), value.detach(), rtol=1e-5, atol=0)
+    (gradient,) = torch.autograd.grad(value, at_home)
+    torch.testing.assert_close(plain[1].cpu(), gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (1025, 3), (270_001, 16), (1_000_003, 256)])
+def test_a_recorded_sum_over_members_is_the_plain_one_every_time(size: int, count: int) -> None:
+    shared = kmeans.kmeans(normal(size), count)
+    number = shared.centroids.numel()
+    of, factor = kmeans.members(shared.indices, number), normal(size, seed=1)
+    centroids = shared.centroids.requires_grad_()
+    pair = replayed(lambda: (kmeans.share(centroids, shared.indices, of) * factor).sum(), [centroids])
+    assert_bit_equal(pair)
+    expected = torch.zeros(number, dtype=torch.float64).index_add_(
+        0, shared.indices.cpu(), factor.cpu().double()
+    )
+    torch.testing.assert_close(pair[0][1].cpu().double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rounds_and_clusters_are_those_of_a_cpu() -> None:
+    weights = 0.05 * normal(270_001)
+    w, fixed = weights, torch.zeros_like(weights, dtype=torch.bool)
+    for fraction in (0.4, 0.9, 1.0):
+        here = wfn.fix_round(w, fixed, fraction, delta=0.015)
+        there = wfn.fix_round(w.cpu(), fixed.cpu(), fraction, delta=0.015)
+        assert here.steps == there.steps
+        assert torch.equal(here.weights.cpu(), there.weights)
+        w, fixed = here.weights, here.fixed
+    here, there = kmeans.kmeans(weights, 16), kmeans.kmeans(weights.cpu(), 16)
+    assert torch.equal(here.centroids.cpu(), there.centroids)
+    assert torch.equal(here.indices.cpu(), there.indices)
