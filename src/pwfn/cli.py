@@ -175,6 +175,31 @@ def evaluate(
 
 
 @app.command()
+def compare(
+    table: Annotated[Path, typer.Argument(help="A TOML file: data, seeds, networks, and a row a method.")],
+    out: Annotated[Path, typer.Option(help="Folder of the runs, their results and the table.")],
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time, in place of the file's; they share a GPU.", min=1)
+    ] = None,
+    device: Device = None,
+    commit: Annotated[str | None, typer.Option(help="Of this code, where it is not a git checkout.")] = None,
+    table_only: Annotated[
+        bool, typer.Option("--table-only", help="Start nothing: the table of the runs that are there.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run or go on with every method of a table, and print and save it as the paper has it."""
+    from pwfn import compare as job
+
+    say = _nothing if as_json else typer.echo
+    made = job.run(
+        job.load(table), out, jobs=jobs, device=device, commit=commit, table_only=table_only, say=say
+    )
+    typer.echo(json.dumps(made.to_dict()) if as_json else "\n".join(job.lines(made)))
+    raise typer.Exit(made.status)
+
+
+@app.command()
 def demo(
     preset: Preset = "recommended",
     seed: Annotated[int, typer.Option(help="Seed of all random states.", min=0)] = 0,
