@@ -377,7 +377,7 @@ def test_the_demo_prints_a_line_a_round_and_what_became_of_the_weights() -> None
     assert result.after.metric is not None
     assert len(lines) == 2 + 10 + 2
     assert "128 images of digits" in lines[0]
-    assert lines[1].split()[:2] == ["round", "fixed"]
+    assert lines[1].split()[:2] == ["round", "done"]
     assert {len(line) for line in lines[1:12]} == {len(lines[1])}  # columns stand under one another
     for line, done in zip(lines[2:12], result.rounds, strict=True):
         number, fixed, loss, accuracy, bits, unique, powers, sigma = line.split()

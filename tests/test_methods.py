@@ -21,6 +21,7 @@ import pwfn
 from pwfn import Compressed, Config, ConfigError, Layout, WeightError, compress, load, methods
 from pwfn.clustering_wfn import relative_distance
 from pwfn.data.epochs import Repeated
+from pwfn.export.onnx import to_onnx
 from pwfn.methods import Method
 from pwfn.models.vit import VisionTransformer
 from pwfn.sections import MethodName
@@ -214,6 +215,56 @@ def test_first_and_last_layer_have_eight_bits_unless_they_are_included(
             assert longest <= (limit if is_end else 4)
             if is_end and not ends and len(division.codebooks) == 1:
                 assert longest > 4
+
+
+@pytest.mark.parametrize("name", ["lsq", "lsq+", "apot", "q-vit"])
+def test_a_run_with_quantised_activations_is_in_its_file_whole(
+    name: str, convnet: nn.Module, transformer: nn.Module, tmp_path: Path
+) -> None:
+    model = network(name, convnet, transformer)
+    result = compress(model, TRAIN, VAL, settings(name, quantiser__activation_bits=4))
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after.metric >= result.before.metric - 0.1
+    result.save(tmp_path / "model.pwfn")
+    twin = load(tmp_path / "model.pwfn").apply_to(copy.deepcopy(model)).eval()
+    indexed = load(tmp_path / "model.pwfn").apply_to(copy.deepcopy(model), weights="indices").eval()
+    weights_only = copy.deepcopy(model).eval()
+    weights_only.load_state_dict(
+        {k: v for k, v in result.compressed.dense_state_dict().items() if k in model.state_dict()}
+    )
+    x = VAL[0][0]
+    with torch.no_grad():
+        assert torch.equal(twin(x), result.model()(x))
+        assert not torch.equal(twin(x), weights_only(x))  # so the activations were quantised
+        torch.testing.assert_close(indexed(x), twin(x), rtol=1e-5, atol=1e-5)
+    seen: list[Tensor] = []
+    layer = next(m for n, m in twin.named_modules() if n in ("wide", "blocks.1.mlp.fc2"))
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        twin(x)
+    axis = -1 if name == "q-vit" else None  # of which every channel has its own step and offset
+    rows = seen[0].reshape(1, -1) if axis is None else seen[0].movedim(axis, 0).flatten(1)
+    assert max(row.unique().numel() for row in rows) <= 16
+
+
+def test_quantised_activations_are_not_exported_to_onnx(convnet: nn.Module, tmp_path: Path) -> None:
+    config = settings("lsq", quantiser__activation_bits=4, schedule__epochs=1.0)
+    compressed = compress(convnet, TRAIN, config=config).compressed
+    with pytest.raises(pwfn.PwfnError, match="quantised or rectified activations, which are not written"):
+        to_onnx(compressed, convnet, VAL[0][0], tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_a_model_that_does_not_fit_is_left_as_it_was(convnet: nn.Module) -> None:
+    config = settings("lsq", quantiser__activation_bits=4, schedule__epochs=1.0)
+    compressed = compress(convnet, TRAIN, config=config).compressed
+    other = Convnet()
+    other.head = nn.Linear(8, 5)
+    with pytest.raises(pwfn.LayoutError, match=r"head\.weight is 5×8 in the model, 3×8 here"):
+        compressed.apply_to(other)
+    assert not hasattr(other, "pwfn_activations")
+    assert not any(module._forward_pre_hooks for module in other.modules())
 
 
 CODEBOOKS = {

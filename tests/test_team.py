@@ -159,6 +159,15 @@ def test_two_processes_share_a_batch_as_one_would_see_it() -> None:
         torch.testing.assert_close(torch.tensor(found), alone, rtol=0, atol=2e-6)
 
 
+def test_two_processes_end_alike_whatever_the_method() -> None:
+    first, second = together("methods")
+    assert len(first) == 5
+    for name, (values, untouched) in first.items():
+        assert [values, untouched] == second[name], name
+        learned = [key for key in untouched if key.startswith("pwfn_activations")]
+        assert bool(learned) == (not name.endswith("None"))
+
+
 def test_each_process_draws_its_own_noise() -> None:
     first, second = together("noise")
     assert first["noise"] != second["noise"]
@@ -310,6 +319,29 @@ def sentence(work: Any, kind: type[PwfnError]) -> str:
 
 def job_halves(team: Processes) -> Any:
     return trained(team, 8)
+
+
+def job_methods(team: Processes) -> Any:
+    """Each of a few methods; activations too, whose starts would differ by what each process sees."""
+    found = {}
+    for name, bits in (("lsq", None), ("lsq", 4), ("lsq+", 4), ("wfn", None), ("kmeans", None)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+        config = Config.preset("recommended", name).override(
+            {
+                "quantiser.activation_bits": bits,
+                "schedule.epochs": 2.0,
+                "schedule.fractions": [0.5, 1.0],
+                "schedule.epochs_per_round": 1.0,
+            }
+        )
+        result = compress(model, data(team.rank, team.world, 8), None, config, team=team)
+        untouched = result.compressed.untouched
+        found[f"{name} {bits}"] = [
+            result.compressed.values().tolist(),
+            {key: value.tolist() for key, value in untouched.items()},
+        ]
+    return found
 
 
 def job_noise(team: Processes) -> Any:

@@ -183,7 +183,7 @@ def test_lines_of_a_short_run() -> None:
     watched(Lines(said.append, clock), clock)
     assert said == [
         "a network on data, into run",
-        "round   fixed     loss  accuracy  entropy  unique  powers of two  median sigma",
+        "round    done     loss  accuracy  entropy  unique  powers of two  median sigma",
         f"{ROWS[0]}  46 s left",  # 400 steps at 0.1 s, 3 pauses of 2 s
         f"{ROWS[1]}  34 s left",
         f"{ROWS[2]}  22 s left",
@@ -306,7 +306,7 @@ def test_the_live_view_on_80_columns() -> None:
         view.end("92.00% before, 94.00% after")
     assert rows[:4] == [
         "a network on data, into run",
-        "round   fixed    loss  accuracy   bits  unique  powers     sigma x1000    time",
+        "round    done    loss  accuracy   bits  unique  powers     sigma x1000    time",
         "    1   25.0%  0.4123    91.00%  2.375      11   98.0%  0.51 2.50 12.5  12.3 s",
         "",
     ]
@@ -328,7 +328,7 @@ def test_the_live_view_on_120_columns() -> None:
     watched(Live(console, clock), clock)
     heads, first, *_ = [row for row in screen(written(console)) if row][1:]
     assert heads == (
-        "round   fixed    loss  accuracy  entropy bits  unique "
+        "round    done    loss  accuracy  entropy bits  unique "
         " powers of two          sigma quartiles     time"
     )
     assert first == (

@@ -79,6 +79,13 @@ class Entry:
         return math.prod(self.shape)
 
     @property
+    def output_axis(self) -> int | None:
+        """Axis of the output channels of a weight; None for vectors."""
+        if len(self.shape) < 2:
+            return None
+        return 1 if self.input_axis == 0 else 0
+
+    @property
     def span(self) -> slice:
         """Its slice of the vector."""
         return slice(self.offset, self.offset + self.size)

@@ -107,7 +107,8 @@ class Run:
 
         with torch.no_grad():
             self.net.begin(through)
-        self.team.copy_first_([p.data for p in self.net.model.parameters()])
+        if self.team.world > 1:  # each has seen a batch of its own: all begin as the first does
+            self.net.load_state_dict(self.team.first(lambda: _on_cpu(self.net.state_dict())))
 
     def advance(self) -> None:
         """Note where the run is, between two stretches of training."""

@@ -165,7 +165,7 @@ class Processes(Team):
         """Compare SHA-256 digests; a mismatch is an error that lists them."""
         digest = hashlib.sha256()
         for tensor in tensors:
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
         mine = digest.hexdigest()[:16]
         every = self.gather(mine)
         if len(set(every)) > 1:

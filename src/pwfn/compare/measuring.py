@@ -61,7 +61,7 @@ class Marks:
         channel = Mark.NO
         if any(_by_channel(entry, division, entry.input_axis) for entry, division in weights):
             channel = Mark.YES
-        elif any(_by_channel(entry, division, _output_axis(entry)) for entry, division in weights):
+        elif any(_by_channel(entry, division, entry.output_axis) for entry, division in weights):
             channel = Mark.OUTPUT
         heads = any(_by_head(entry, division) for entry, division in weights)
         return cls(
@@ -78,12 +78,6 @@ def _mark(is_so: bool) -> Mark:
 def _by_channel(entry: Entry, division: Division, axis: int | None) -> bool:
     parts = len(division.codebooks)
     return axis is not None and parts > 1 and division.axis == axis and parts == entry.shape[axis]
-
-
-def _output_axis(entry: Entry) -> int | None:
-    if len(entry.shape) < 2:
-        return None
-    return 1 if entry.input_axis == 0 else 0
 
 
 def _by_head(entry: Entry, division: Division) -> bool:

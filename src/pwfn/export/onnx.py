@@ -56,6 +56,11 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     """
     path = Path(path)
     _check_packages()
+    if "activations" in compressed.record:
+        raise PwfnError(
+            "the network computes with quantised or rectified activations, which are not written to ONNX: "
+            "export it to safetensors, or run it in torch with apply_to"
+        )
     module = compressed.apply_to(copy.deepcopy(model).float()).eval().cpu()
     example = example.detach().cpu()
     if example.ndim == 0 or len(example) == 0:

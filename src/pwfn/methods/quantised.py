@@ -73,7 +73,7 @@ class Quantised(Method):
 
     def axis_of(self, entry: Entry) -> int | None:
         """Along which axis every channel has a codebook of its own; None: one for the tensor."""
-        return None if self.codebooks is Codebooks.LAYER else output_axis(entry)
+        return None if self.codebooks is Codebooks.LAYER else entry.output_axis
 
     def begin(self, through: Callable[[nn.Module], object]) -> None:
         """Quantisers of activations take their starting values from a batch."""
@@ -157,11 +157,6 @@ class Quantised(Method):
     def _settle(self, values: Tensor) -> None:
         self.latent.copy_(values)
         self.set_extra_state({"is_final": True})
-
-
-def output_axis(entry: Entry) -> int:
-    """The axis of a weight's output channels: the other one of the first two than that of its inputs."""
-    return 1 if entry.input_axis == 0 else 0
 
 
 def chosen_codebooks(config: Config, own: Codebooks, possible: frozenset[Codebooks]) -> Codebooks:

@@ -150,6 +150,10 @@ def _in_place_of(old: nn.Module, new: nn.Module) -> nn.Module:
             f"{type(old).__name__} has {lost[0].strip('_').replace('_', ' ')}, which an indexed layer cannot "
             "keep: remove them first"
         )
-    for name in ("_forward_hooks", "_forward_pre_hooks"):
+    # Beside the hooks, which of them take keywords, and which are called after a failure too.
+    for name in (
+        *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    ):
         getattr(new, name).update(getattr(old, name))
     return new.train(old.training)

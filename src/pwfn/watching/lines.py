@@ -9,7 +9,7 @@ from pwfn.progress import Pulse, Round
 from pwfn.watching.timing import Clock, TimeLeft, duration
 from pwfn.watching.view import View
 
-HEADER = "round   fixed     loss  accuracy  entropy  unique  powers of two  median sigma"
+HEADER = "round    done     loss  accuracy  entropy  unique  powers of two  median sigma"
 _LINE_EVERY = 60.0  # seconds between lines within a stretch of training
 
 

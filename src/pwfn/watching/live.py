@@ -201,7 +201,7 @@ def _sigmas(done: Round, text: Callable[[float], str]) -> str:
 
 _NARROW = (
     _Column("round", 5, lambda done: f"{done.number}", 0),
-    _Column("fixed", 6, lambda done: f"{done.fix.fraction:.1%}", 1),
+    _Column("done", 6, lambda done: f"{done.fix.fraction:.1%}", 1),
     _Column("loss", 6, loss_text, 4),
     _Column("accuracy", 8, score_text, 2),
     _Column("bits", 5, lambda done: f"{done.fixed.entropy_bits:.3f}", 3),
