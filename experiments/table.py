@@ -1,6 +1,6 @@
-"""Write the table of results into the README, from the files in experiments/results.
+"""Write the tables of results into the README, from the files in experiments/results.
 
-python experiments/table.py            rewrite the block between the two marks
+python experiments/table.py            rewrite the blocks between their marks
 python experiments/table.py --check    exit 1 if the README is not up to date
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results: made by experiments/table.py -->", "<!-- end of results -->"
+COMPARISON = "<!-- comparison: made by experiments/table.py -->", "<!-- end of comparison -->"
 HEAD = (
     "| result file | network | rule | top-1 before | just after the last fixing | top-1 after | "
     "20-draw ensemble | bits a weight | unique values | powers of two | file, bytes | smaller than fp32 |\n"
@@ -47,11 +48,18 @@ def table(folder: Path) -> str:
     return f"{HEAD}\n{rows}\n\nMeasured on: {'; '.join(machines)}. Commits: {', '.join(commits)}."
 
 
-def with_table(text: str, block: str) -> str:
-    """The README with the block put between its marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{block}\n{END}{after}"
+def comparison(folder: Path) -> str:
+    """The tables that `pwfn compare` left in the folders compare_*, one below the other."""
+    tables = [path.read_text().strip() for path in sorted(folder.glob("compare_*/table.md"))]
+    return "\n\n".join(tables)
+
+
+def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
+    """The README with a block put between its marks."""
+    start, end = marks
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n{block}\n{end}{after}"
 
 
 def main() -> None:
@@ -60,7 +68,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     readme = ROOT / "README.md"
     text = readme.read_text()
-    new = with_table(text, table(ROOT / "experiments" / "results"))
+    results = ROOT / "experiments" / "results"
+    new = with_block(text, table(results), (START, END))
+    new = with_block(new, comparison(results), COMPARISON)
     if parser.parse_args().check:
         sys.exit(0 if new == text else "README.md is not up to date: run python experiments/table.py")
     readme.write_text(new)

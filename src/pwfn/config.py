@@ -211,7 +211,7 @@ _TRAINED_ON_ITS_CODEBOOK: dict[str, Any] = {
 }
 METHOD_SETTINGS: dict[MethodName, dict[str, Any]] = {
     MethodName.PWFN: {},
-    MethodName.WFN: {"training.clip_norm": None, "finish.polish_epochs": 0.0},
+    MethodName.WFN: {"training.clip_norm": None},
     MethodName.LSQ: _TRAINED_ON_ITS_CODEBOOK,
     MethodName.LSQ_PLUS: _TRAINED_ON_ITS_CODEBOOK,
     MethodName.APOT: _TRAINED_ON_ITS_CODEBOOK,

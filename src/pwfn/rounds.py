@@ -21,7 +21,6 @@ from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.data.epochs import seed_from
 from pwfn.fileformat import dumps, load
-from pwfn.flat import FlatOptimizer
 from pwfn.methods import Method
 from pwfn.metrics import Pool
 from pwfn.progress import Keep, Progress, Pulse, Round
@@ -31,7 +30,16 @@ from pwfn.sections import Decay
 from pwfn.storage import replacing
 from pwfn.targets import State, check_target, choose
 from pwfn.team import Team
-from pwfn.training import AfterStep, Fitting, fit, reestimate_batchnorm, steps_in
+from pwfn.training import (
+    AfterStep,
+    Fitting,
+    FlatStepper,
+    Stepper,
+    fit,
+    reestimate_batchnorm,
+    stepper_for,
+    steps_in,
+)
 
 
 class Run:
@@ -42,6 +50,7 @@ class Run:
     between: Callable[[], None] | None = None
     on_pulse: Callable[[Pulse], None] | None = None
     record: Mapping[str, Any]  # facts that every file of this run keeps
+    _stepper: Stepper | FlatStepper | None = None  # of an optimiser that lives through all rounds
 
     def __init__(
         self,
@@ -119,11 +128,10 @@ class Run:
 
     def fit(
         self,
-        optimizer: torch.optim.Optimizer | FlatOptimizer,
+        stepper: Stepper | FlatStepper,
         steps: int,
         round_number: int,
         where: str,
-        seed: int | None = None,
         falls: bool = True,
     ) -> float:
         """Train, from the beginning or from where the progress says that this stretch was left.
@@ -151,7 +159,7 @@ class Run:
                         epoch=step * share,
                         epochs=steps * share,
                         loss=loss,
-                        learning_rate=optimizer.param_groups[0]["lr"],
+                        learning_rate=stepper.optimizer.param_groups[0]["lr"],
                         done=(before + step) / sum(self.stretches()),
                         batches=self.batches.drawn,
                     )
@@ -163,14 +171,14 @@ class Run:
             steps,
             self.objective,
             self.config.training,
-            optimizer=optimizer,
+            optimizer=stepper.optimizer,
             where=where,
-            seed=seed,
             start=start,
             rate=rate if falls and self.config.training.decay is Decay.COSINE else None,
             after_step=self.after_step(first, steps) if self.keep is not None else None,
             look=look,
             team=self.team,
+            stepper=stepper,
         )
         # As with DistributedDataParallel, the first process's statistics are everybody's.
         buffers = [buffer for buffer in self.net.model.buffers() if buffer.dtype != torch.bool]
@@ -216,6 +224,17 @@ class Run:
         """Steps of the optimiser in a number of epochs."""
         return steps_in(epochs / self.config.training.accumulate, self.epoch)
 
+    def stepper(self, seed: int) -> Stepper | FlatStepper:
+        """For a round: a fresh optimiser, or the one that lives on, here or in the progress."""
+        if self._stepper is not None:
+            return self._stepper
+        training = self.config.training
+        alone = self.team.world == 1 and training.accumulate == 1
+        optimizer = self.net.optimizer(seed, alone=alone)
+        if self.progress.optimizer is not None:
+            optimizer.load_state_dict(self.progress.optimizer)
+        return stepper_for(self.net, self.objective, training, optimizer, self.team, seed)
+
     def round(self, number: int, fraction: float) -> Round:
         """Train, then do what the method does in between."""
         started = time.perf_counter()
@@ -224,13 +243,11 @@ class Run:
         where = f"round {number} of {len(self.plan)}"
         loss = None
         if steps:
-            alone = self.team.world == 1 and self.config.training.accumulate == 1
-            optimizer = net.optimizer(seed, alone=alone)
-            if self.progress.optimizer is not None:
-                optimizer.load_state_dict(self.progress.optimizer)
-            loss = self.fit(optimizer, steps, number, where, seed)
+            stepper = self.stepper(seed)
+            loss = self.fit(stepper, steps, number, where)
             if net.keeps_optimizer:
-                self.progress.optimizer = copy.deepcopy(optimizer.state_dict())
+                self._stepper = stepper
+                self.progress.optimizer = copy.deepcopy(stepper.optimizer.state_dict())
         done = net.between(number, fraction)
         self.team.check_alike(f"{where}: the weights", net.compared())
         return Round(
@@ -294,8 +311,9 @@ class Run:
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
+        stepper = stepper_for(self.net, self.objective, config, optimizer, self.team)
         with self.net.sampling(False):
-            self.fit(optimizer, self.polish_steps, len(self.plan) + 1, "polish", falls=False)
+            self.fit(stepper, self.polish_steps, len(self.plan) + 1, "polish", falls=False)
 
     def scores(self, model: nn.Module) -> Scores | None:
         """Of a model on the validation data, if there are any."""

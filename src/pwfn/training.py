@@ -60,6 +60,7 @@ def fit(
     after_step: AfterStep | None = None,
     look: Look | None = None,
     team: Team | None = None,
+    stepper: Stepper | FlatStepper | None = None,
 ) -> float:
     """Train for a number of steps and return the mean task loss.
 
@@ -67,7 +68,8 @@ def fit(
     ``start`` it goes on where that snapshot was taken. The gradient's norm is clipped before
     the regulariser's part is added: the regulariser's own norm is ``alpha * sqrt(N)``, and clipping
     the sum would shrink every step. ``rate`` gives, for the steps done, the share of the learning rates
-    that the next step has.
+    that the next step has. A ``stepper`` is one of :func:`stepper_for` that made an earlier stretch's
+    steps with the same optimiser: what it has recorded is not recorded again.
 
     A torch optimiser makes plain steps, whose noise is a function of ``seed`` and the batch's number,
     or torch's own without a seed. A :class:`pwfn.flat.FlatOptimizer` has its own seed; with the
@@ -75,11 +77,8 @@ def fit(
     """
     net.train()
     team = team or Team(net.device)
-    stepper: _Stepper | _FlatStepper
-    if isinstance(optimizer, FlatOptimizer):
-        stepper = _FlatStepper(net, objective, config, optimizer, team)
-    else:
-        stepper = _Stepper(net, objective, config, optimizer, team, seed)
+    if stepper is None:
+        stepper = stepper_for(net, objective, config, optimizer, team, seed)
     ledger = _Ledger(net.device, steps, where)
     first = 0
     if rate is not None and not isinstance(optimizer, FlatOptimizer):
@@ -103,6 +102,20 @@ def fit(
     return float(stepper.team.total(ledger.total)) / stepper.team.world / max(steps, 1)
 
 
+def stepper_for(
+    net: WeightNetwork,
+    objective: Objective,
+    config: TrainingConfig,
+    optimizer: torch.optim.Optimizer | FlatOptimizer,
+    team: Team,
+    seed: int | None = None,
+) -> Stepper | FlatStepper:
+    """What makes the steps of an optimiser."""
+    if isinstance(optimizer, FlatOptimizer):
+        return FlatStepper(net, objective, config, optimizer, team)
+    return Stepper(net, objective, config, optimizer, team, seed)
+
+
 def _scale_rates(optimizer: torch.optim.Optimizer | FlatOptimizer, factor: float) -> None:
     if isinstance(optimizer, FlatOptimizer):
         optimizer.scale_rates(factor)
@@ -111,7 +124,7 @@ def _scale_rates(optimizer: torch.optim.Optimizer | FlatOptimizer, factor: float
         group["lr"] = factor * group["initial_lr"]
 
 
-def _snapshot(step: int, ledger: _Ledger, stepper: _Stepper | _FlatStepper) -> Fitting:
+def _snapshot(step: int, ledger: _Ledger, stepper: Stepper | FlatStepper) -> Fitting:
     ledger.check()  # a network that has diverged is not worth going on with
     return Fitting(
         step,
@@ -159,7 +172,7 @@ class _Task:
         return loss.detach()
 
 
-class _FlatStepper:
+class FlatStepper:
     """One step of training after another, each in one pass over the vectors: one process, one batch."""
 
     def __init__(
@@ -197,7 +210,7 @@ class _FlatStepper:
         return loss, self.optimizer.step()
 
 
-class _Stepper:
+class Stepper:
     """One plain step of training after another: gradients, clipping, regulariser, update."""
 
     def __init__(

@@ -62,8 +62,9 @@ def test_a_recorded_quantiser_is_the_plain_one(name: str) -> None:
     assert_bit_equal(replayed(lambda: (quantiser(x) * factor).sum(), [x, *quantiser.parameters()]))
     cpu = QUANTISERS[name](x.detach().cpu())
     cpu.load_state_dict(quantiser.state_dict())
-    differs = quantiser(x).cpu() != cpu(x.cpu())
-    assert int(differs.sum()) <= 2  # APoT's mean and sigma are added in another order
+    # APoT's mean and sigma are added in another order: to rounding, but for a weight midway between two.
+    same = torch.isclose(quantiser(x).cpu(), cpu(x.cpu()), rtol=1e-5, atol=1e-7)
+    assert int((~same).sum()) <= 2
 
 
 @pytest.mark.parametrize("nearest", [None, 16])

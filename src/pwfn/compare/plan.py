@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pwfn import methods
 from pwfn.checks import Number
 from pwfn.compare import paper
 from pwfn.config import Config
@@ -191,6 +192,14 @@ class Run:
         """All its settings."""
         config = Config.preset(self.row.preset or "recommended", self.row.method)
         return config.override({**self.changes, "seed": self.seed})
+
+    @property
+    def epochs(self) -> float:
+        """Of training, which is what takes its time."""
+        config = self.config
+        return (
+            sum(stretch.epochs for stretch in methods.of(config).plan(config)) + config.finish.polish_epochs
+        )
 
     @property
     def label(self) -> str:

@@ -145,7 +145,7 @@ class _Work:
         waiting = [run for run in runs if unfinished(run, self.out) is not None]
         names = {run.name for run in waiting}
         done = [run for run in runs if run.name not in names]
-        total, ended, took = len(runs), len(done), list[float]()
+        total, ended, paces = len(runs), len(done), list[float]()
         if done:
             self.say(f"{len(done)} of {total} runs are done already")
         going: list[_Going] = []
@@ -162,9 +162,11 @@ class _Work:
                     ended += 1
                     seconds = time.monotonic() - each.since
                     said = self._end(each)
-                    if each.run.name in self.results:
-                        took.append(seconds)
-                    left = _left(took, len(waiting), [time.monotonic() - g.since for g in going], jobs)
+                    if each.run.name in self.results and each.run.epochs > 0:
+                        paces.append(seconds / each.run.epochs)
+                    to_do = [run.epochs for run in waiting]
+                    begun = [(g.run.epochs, time.monotonic() - g.since) for g in going]
+                    left = _left(paces, to_do, begun, jobs)
                     self.say(
                         f"{each.run}: {said} after {duration(seconds)}; {ended} of {total} runs over{left}"
                     )
@@ -266,13 +268,17 @@ def _ending(going: list[_Going]) -> Iterator[None]:
             each.process.wait()
 
 
-def _left(took: list[float], waiting: int, going: list[float], jobs: int) -> str:
-    """How long it still takes, if every run takes as long as those that are done did on average."""
-    if not took or not (waiting or going):
+def _left(paces: list[float], waiting: list[float], going: list[tuple[float, float]], jobs: int) -> str:
+    """How long it still takes, if an epoch takes as many seconds as in the runs that are done, on average.
+
+    Of the runs that wait, their epochs; of those that are going, their epochs and their seconds so far.
+    """
+    if not paces or not (waiting or going):
         return ""
-    mean = sum(took) / len(took)
-    seconds = (waiting * mean + sum(max(mean - so_far, 0.0) for so_far in going)) / jobs
-    return f", about {duration(seconds)} left"
+    pace = sum(paces) / len(paces)
+    rest = [pace * epochs for epochs in waiting] + [max(pace * n - so_far, 0.0) for n, so_far in going]
+    # No sooner than the longest of them, however many run at a time.
+    return f", about {duration(max(sum(rest) / jobs, *rest))} left"
 
 
 def _complaint(path: Path, status: int) -> str | None:
