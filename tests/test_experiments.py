@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pwfn import Config
+from pwfn import Config, compare
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.json"))
@@ -39,3 +40,33 @@ def test_a_result_says_where_it_comes_from(path: Path) -> None:
     settings = Config.load(ROOT / "experiments" / f"{path.stem.rpartition('_seed')[0]}.toml")
     # A setting that came later was then as its default is now.
     assert Config().override(facts["settings"]) == settings.override({"seed": facts["seed"]})
+
+
+TABLES = sorted((ROOT / "experiments" / "results").glob("compare_*"))
+FIELDS = (
+    *("model", "method", "label", "preset", "seed", "top1_start", "top1", "top1_ensemble", "entropy_bits"),
+    *("unique", "inner_entropy_bits", "inner_unique", "file_bytes", "fp32_bytes", "codebooks", "epochs"),
+    *("seconds", "device", "versions", "commit", "settings"),
+)
+
+
+@pytest.mark.parametrize("folder", TABLES, ids=lambda folder: folder.name)
+def test_a_table_of_methods_is_made_from_its_results(folder: Path, tmp_path: Path) -> None:
+    """Every row of the plan is there, with the settings that the plan has, and the table is theirs."""
+    shutil.copytree(folder / "results", tmp_path / "results")
+    plan = compare.load(ROOT / "experiments" / f"{folder.name}.toml")
+    made = compare.run(plan, tmp_path, table_only=True, say=lambda line: None)
+    assert (made.status, made.missing) == (0, ())
+    assert (tmp_path / "table.md").read_text() == (folder / "table.md").read_text()
+    assert (tmp_path / "table.json").read_text() == (folder / "table.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", [path for folder in TABLES for path in sorted((folder / "results").glob("*.json"))], ids=str
+)
+def test_a_result_of_a_table_says_where_it_comes_from(path: Path) -> None:
+    facts = json.loads(path.read_text())
+    assert not [name for name in FIELDS if name not in facts]
+    assert facts["name"] == path.stem
+    assert int(facts["commit"], 16) > 0
+    assert facts["device"].startswith("NVIDIA")

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import pwfn
 from pwfn import Compressed, Config, ConfigError, Layout, WeightError, compress, load, methods
+from pwfn.checkpoint import Store
 from pwfn.clustering_wfn import relative_distance
 from pwfn.data.epochs import Repeated
 from pwfn.export.onnx import to_onnx
@@ -139,11 +140,13 @@ class StopError(Exception):
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("last", [4, 10, 13, 20])
 def test_a_run_that_was_stopped_anywhere_ends_in_the_same_bits(
-    name: str, last: int, convnet: nn.Module, transformer: nn.Module
+    name: str, last: int, convnet: nn.Module, transformer: nn.Module, tmp_path: Path
 ) -> None:
-    """Ten steps an epoch: in the first, at its end, in the second, at its end."""
+    """Ten steps an epoch: in the first, at its end, in the second, at its end; by way of a file."""
     model = network(name, convnet, transformer)
     config = settings(name, schedule__warmup_epochs=1.0)
+    if name in ("lsq", "lsq+", "apot", "q-vit"):
+        config = config.override({"quantiser.activation_bits": 4})
     batches = Repeated(TRAIN)
     whole = compress(model, batches, config=config).compressed
     kept: list[pwfn.Progress] = []
@@ -155,7 +158,9 @@ def test_a_run_that_was_stopped_anywhere_ends_in_the_same_bits(
 
     with pytest.raises(StopError):
         compress(model, batches, config=config, keep=keep)
-    again = compress(model, batches, config=config, resume=kept[-1]).compressed
+    store = Store(tmp_path, {"settings": config.to_dict()})
+    store.save(kept[-1])
+    again = compress(model, batches, config=config, resume=store.newest()).compressed
     assert torch.equal(again.values(), whole.values())
     assert all(torch.equal(again.untouched[key], whole.untouched[key]) for key in whole.untouched)
 
@@ -417,6 +422,22 @@ def test_the_optimiser_lives_through_all_epochs_of_a_method_without_rounds(convn
     whole = compress(convnet, TRAIN * 3, config=config.override({"schedule.epochs": 1.0}))
     parts = compress(convnet, TRAIN, config=config)
     assert torch.equal(whole.compressed.values(), parts.compressed.values())
+
+
+def test_a_run_gone_on_with_at_another_learning_rate_has_that(convnet: nn.Module) -> None:
+    config, rates = settings("lsq", training__decay="none"), list[float]()
+
+    def stop(progress: pwfn.Progress) -> None:
+        raise StopError
+
+    with pytest.raises(StopError) as caught:
+        compress(convnet, TRAIN, config=config, on_round=stop)
+    lower = config.override({"training.learning_rate": 1e-5})
+    progress: pwfn.Progress = caught.value.progress  # type: ignore[attr-defined]  # every error has it
+    compress(
+        convnet, TRAIN, config=lower, resume=progress, on_pulse=lambda now: rates.append(now.learning_rate)
+    )
+    assert set(rates) == {1e-5}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -44,6 +44,7 @@ class Forecast:
     file_bytes: int
     entropy_bits: float
     unique: int
+    file_of: str  # what it was reckoned from
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -60,7 +61,7 @@ class Forecast:
             f"{duration(self.scoring_seconds)} to score, {duration(self.fixing_seconds)} to fix; "
             f"{self.steps:,} steps, {duration(self.total_seconds)} in all",
             f"file: about {self.file_bytes:,} bytes, {self.entropy_bits:.2f} bits a weight, "
-            f"{self.unique} values (of the weights as they are, sigma moved by the regulariser alone)",
+            f"{self.unique} values (of {self.file_of})",
         ]
 
 
@@ -99,6 +100,7 @@ def forecast(options: RunOptions, config: Config, team: Team | None = None) -> F
         file_bytes=len(dumps(compressed)),
         entropy_bits=pool.entropy_bits,
         unique=pool.unique,
+        file_of=net.forecast_of,
     )
 
 

@@ -232,7 +232,9 @@ class Run:
         alone = self.team.world == 1 and training.accumulate == 1
         optimizer = self.net.optimizer(seed, alone=alone)
         if self.progress.optimizer is not None:
-            optimizer.load_state_dict(self.progress.optimizer)
+            # Its momenta, not its learning rates: those are of the settings, which may be others by now.
+            rates = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({**self.progress.optimizer, "param_groups": rates})
         return stepper_for(self.net, self.objective, training, optimizer, self.team, seed)
 
     def round(self, number: int, fraction: float) -> Round:

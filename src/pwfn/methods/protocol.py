@@ -47,6 +47,7 @@ class Method(WeightNetwork):
     """
 
     keeps_optimizer: ClassVar[bool] = True  # through all stretches; else each begins with a fresh one
+    forecast_of: ClassVar[str] = "the weights as they are"  # what a size that is told beforehand is that of
 
     @classmethod
     def plan(cls, config: Config) -> tuple[Stretch, ...]:
