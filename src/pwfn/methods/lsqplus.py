@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pwfn.activations import ActivationKind
-from pwfn.config import Config
 from pwfn.layout import Entry
 from pwfn.methods.quantised import Quantised
 from pwfn.quantisers import LsqPlusQuantiser
@@ -19,6 +18,7 @@ class LsqPlus(Quantised):
     First and last layer have 8 bits. Activations, where wanted, have a learned step and offset a layer,
     which start at the least squared error.
 
+    >>> from pwfn.config import Config
     >>> net = LsqPlus(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Config(method="lsq+"))
     >>> net.codebooks
     <Codebooks.LAYER: 'layer'>
@@ -26,10 +26,10 @@ class LsqPlus(Quantised):
 
     activation_kind = ActivationKind.LSQ_PLUS
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        attends = any(entry.attention for entry in self.layout_of(model, config).entries)
-        self.own_codebooks = Codebooks.CHANNEL if attends else Codebooks.LAYER  # type: ignore[misc]  # by network
-        super().__init__(model, config)
+    def own_codebooks(self) -> Codebooks:
+        """Every output channel of a transformer, every layer of other networks."""
+        attends = any(entry.attention for entry in self.layout.entries)
+        return Codebooks.CHANNEL if attends else Codebooks.LAYER
 
     def quantiser(self, entry: Entry, weight: Tensor) -> nn.Module:
         """LSQ's, from LSQ+'s starting step."""

@@ -34,7 +34,6 @@ class Quantised(Method):
     """
 
     activation_kind: ClassVar[ActivationKind]
-    own_codebooks: ClassVar[Codebooks] = Codebooks.LAYER  # as the method's paper has them
     possible_codebooks: ClassVar[frozenset[Codebooks]] = frozenset({Codebooks.LAYER, Codebooks.CHANNEL})
 
     @classmethod
@@ -44,7 +43,7 @@ class Quantised(Method):
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         super().__init__(model, config)
-        self.codebooks = chosen_codebooks(config, self.own_codebooks, self.possible_codebooks)
+        self.codebooks = chosen_codebooks(config, self.own_codebooks(), self.possible_codebooks)
         self.latent = nn.Parameter(self.layout.gather(model))
         pieces = self.layout.pieces(self.latent.detach())
         self.quantisers = nn.ModuleList(
@@ -54,6 +53,10 @@ class Quantised(Method):
         description = self.attached(model)
         if description is not None:
             activations.attach(self.model, description)
+
+    def own_codebooks(self) -> Codebooks:
+        """What has one in the method's paper."""
+        return Codebooks.LAYER
 
     @abstractmethod
     def quantiser(self, entry: Entry, weight: Tensor) -> nn.Module:

@@ -45,7 +45,6 @@ class QVit(Quantised):
     """
 
     activation_kind = ActivationKind.QVIT
-    own_codebooks = Codebooks.HEAD
     possible_codebooks = frozenset({Codebooks.LAYER, Codebooks.CHANNEL, Codebooks.HEAD})
 
     def __init__(self, model: nn.Module, config: Config) -> None:
@@ -54,6 +53,10 @@ class QVit(Quantised):
         activations.attach(teacher, activations.plan_capture(self.layout))
         self._teacher = (teacher,)  # in a tuple: no submodule, so neither trained nor in the state dict
         self._distance: Tensor | None = None
+
+    def own_codebooks(self) -> Codebooks:
+        """Every head, and every output channel of what has none."""
+        return Codebooks.HEAD
 
     def quantiser(self, entry: Entry, weight: Tensor) -> nn.Module:
         """LSQ's own, of heads where they have codebooks, else of channels or of the whole."""
