@@ -415,9 +415,8 @@ def _table(
 ) -> tuple[compare.Table, list[str]]:
     said: list[str] = []
     fake = fake or _Fake()
-    table = compare.run(
-        plan, out, start=fake.start, say=said.append, ensemble=_nine_tenths, commit="abcdef0123456", **options
-    )
+    usual: dict[str, Any] = {"ensemble": _nine_tenths, "commit": "abcdef0123456"}
+    table = compare.run(plan, out, start=fake.start, say=said.append, **{**usual, **options})
     return table, said
 
 
@@ -681,6 +680,20 @@ def test_a_signal_ends_the_processes_and_says_how_to_go_on(tmp_path: Path, numbe
     assert caught.value.exit_status == 128 + number
     assert [process.told for process in fake.processes] == [True, True]
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_run_is_measured_is_not_taken_for_that_runs_failure(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    def measuring(file: Path, run: compare.Run, device: str | None) -> float:
+        os.kill(os.getpid(), number)
+        time.sleep(5)  # the signal comes before it is over
+        return 0.5
+
+    fake = _Fake()
+    with pytest.raises(CutOffError, match="the same command goes on"):
+        _table(compare.read(DESCRIPTION), tmp_path, fake, jobs=1, ensemble=measuring)
 
 
 # --- the table ---

@@ -38,14 +38,19 @@ def similarity_distance(student: Sequence[QueriesAndKeys], teacher: Sequence[Que
         raise WeightError(
             f"queries and keys of {len(student)} and {len(teacher)} attention modules: they must be as many"
         )
+    # Those of one shape at once, which are all of most networks: it is many small operations otherwise.
+    by_shape: dict[torch.Size, list[QueriesAndKeys]] = {}
+    for pair, other in zip(student, teacher, strict=True):
+        for ours, theirs in zip(pair, other, strict=True):
+            by_shape.setdefault(ours.shape, []).append((_wide(ours), _wide(theirs.detach())))
     with torch.autocast(student[0][0].device.type, enabled=False):
-        distances = [
-            torch.linalg.matrix_norm(similarity(_wide(ours)) - similarity(_wide(theirs.detach())))
-            for pair, other in zip(student, teacher, strict=True)
-            for ours, theirs in zip(pair, other, strict=True)
-        ]
-        # The mean over the batch, then the sum over heads: modules need not have as many each.
-        return torch.stack([d.reshape(-1, d.shape[-1]).mean(0).sum() for d in distances]).sum()
+        sums = []
+        for pairs in by_shape.values():
+            ours, theirs = (torch.stack(side) for side in zip(*pairs, strict=True))
+            distance = torch.linalg.matrix_norm(similarity(ours) - similarity(theirs))
+            # Over all but heads and what was put together: the batch, whose mean it is.
+            sums.append(distance.flatten(1, -2).mean(1).sum())
+        return torch.stack(sums).sum()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -65,6 +65,14 @@ class CutOffError(PwfnError):
         self.exit_status = 128 + number  # as a shell would have it
 
 
+class _SignalError(BaseException):
+    """A signal has come. No error of ours, so that nobody who handles those takes it for a run's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def start_process(arguments: Sequence[str], complaints: Path) -> Process:
     """Start ``pwfn`` in a process that Ctrl-C does not reach: it is ended by us, and only once."""
     with complaints.open("wb") as errors:
@@ -240,10 +248,10 @@ class _Work:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does."""
+    """SIGTERM ends the block as Ctrl-C does: with a sentence."""
 
     def cut_off(number: int, frame: FrameType | None) -> None:
-        raise CutOffError(number)
+        raise _SignalError(number)
 
     try:
         before = {number: signal.signal(number, cut_off) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -251,6 +259,8 @@ def _signals() -> Iterator[None]:
         before = {}
     try:
         yield
+    except _SignalError as signalled:
+        raise CutOffError(signalled.number) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
