@@ -22,11 +22,19 @@ from pwfn import Compressed, Config, ConfigError, Layout, compare, load
 from pwfn.compare import measuring, paper, running
 from pwfn.compare.measuring import Mark, Marks
 from pwfn.compare.plan import Plan, Run
-from pwfn.compare.running import COMPLAINTS, CutOffError, Process, start_process
+from pwfn.compare.running import (
+    COMPLAINTS,
+    CutOffError,
+    Process,
+    _left,
+    epochs_trained,
+    start_process,
+)
 from pwfn.filescores import evaluate_file
 from pwfn.layout import Entry, Kind, untouched
 from pwfn.models import digits_resnet
 from pwfn.options import RunOptions, settings
+from pwfn.watching import duration
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -694,6 +702,42 @@ def test_a_signal_while_a_run_is_measured_is_not_taken_for_that_runs_failure(
     fake = _Fake()
     with pytest.raises(CutOffError, match="the same command goes on"):
         _table(compare.read(DESCRIPTION), tmp_path, fake, jobs=1, ensemble=measuring)
+
+
+def test_epochs_behind_a_run_are_read_from_its_log_torn_lines_and_all(tmp_path: Path) -> None:
+    assert epochs_trained(tmp_path) == 0
+    lines = [
+        {"event": "start"},
+        {"event": "epoch", "stage": "round 1 of 2", "epoch": 0.05},
+        {"event": "round", "fraction": 0.5},
+        {"event": "epoch", "stage": "round 2 of 2", "epoch": 1.0},
+        {"event": "epoch", "stage": "round 2 of 2", "epoch": 2.0},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "log.jsonl").write_text(text + '{"event": "epoch", "sta')
+    assert epochs_trained(tmp_path) == 2.05
+
+
+@pytest.mark.parametrize(
+    ("paces", "waiting", "going", "jobs", "seconds"),
+    [
+        ([], [3.0], [(2.0, None)], 1, None),  # nothing is known yet
+        ([10.0], [], [], 1, None),  # nothing is left
+        ([10.0, 20.0], [2.0, 4.0], [], 1, 90),  # 15 s an epoch
+        ([10.0], [2.0], [(3.0, 40.0)], 1, 170),  # the usual is 25 s; the one that is going has its own
+        ([10.0], [2.0], [(3.0, 40.0)], 2, 120),  # no sooner than the longest
+        ([], [2.0], [(1.0, 8.0)], 1, 24),
+    ],
+)
+def test_the_time_left_is_reckoned_in_epochs(
+    paces: list[float],
+    waiting: list[float],
+    going: list[tuple[float, float | None]],
+    jobs: int,
+    seconds: float | None,
+) -> None:
+    expected = "" if seconds is None else f", about {duration(seconds)} left"
+    assert _left(paces, waiting, going, jobs) == expected
 
 
 # --- the table ---

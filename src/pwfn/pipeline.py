@@ -20,6 +20,7 @@ from pwfn.progress import Keep, Progress, Pulse, Round
 from pwfn.randomness import rank_seed, seeded
 from pwfn.rounds import Run
 from pwfn.scoring import LossFn, Scores, finite
+from pwfn.sections import Precision
 from pwfn.targets import Choice, State, meets
 from pwfn.team import Team, team_for
 
@@ -134,7 +135,7 @@ def _result(run: Run) -> Result:
     """What has come out, once nothing is left to do."""
     progress, target = run.progress, run.config.target
     compressed = run.net.finish()
-    after = run.scores(compressed.apply_to(copy.deepcopy(run.original)))
+    after = run.scores(compressed.apply_to(copy.deepcopy(run.original)), Precision.FP32)
     summary = summarise(compressed.layout, compressed.values())
     bits = summary.whole.entropy_bits
     return Result(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -122,6 +122,7 @@ class _Going:
     run: Run
     process: Process
     since: float
+    from_epoch: float  # trained before it was gone on with
 
 
 @dataclass
@@ -172,9 +173,7 @@ class _Work:
                     said = self._end(each)
                     if each.run.name in self.results and each.run.epochs > 0:
                         paces.append(seconds / each.run.epochs)
-                    to_do = [run.epochs for run in waiting]
-                    begun = [(g.run.epochs, time.monotonic() - g.since) for g in going]
-                    left = _left(paces, to_do, begun, jobs)
+                    left = _left(paces, [run.epochs for run in waiting], self._rest(going), jobs)
                     self.say(
                         f"{each.run}: {said} after {duration(seconds)}; {ended} of {total} runs over{left}"
                     )
@@ -188,7 +187,17 @@ class _Work:
             _write(folder / ASKED, json.dumps(asked(run), indent=1) + "\n")
         self.say(f"{run}: started")
         process = self.start(run.arguments(self.out, self.device), folder / COMPLAINTS)
-        return _Going(run, process, time.monotonic())
+        return _Going(run, process, time.monotonic(), epochs_trained(folder))
+
+    def _rest(self, going: list[_Going]) -> list[tuple[float, float | None]]:
+        """Of each run that is going: the epochs it still has, and its own seconds an epoch, if it has any."""
+        found: list[tuple[float, float | None]] = []
+        for each in going:
+            trained = epochs_trained(self.out / each.run.place)
+            here = trained - each.from_epoch
+            pace = (time.monotonic() - each.since) / here if here > 0 else None
+            found.append((max(each.run.epochs - trained, 0.0), pace))
+        return found
 
     def _end(self, ended: _Going) -> str:
         """Measure a run whose process has ended; says how it went."""
@@ -278,15 +287,31 @@ def _ending(going: list[_Going]) -> Iterator[None]:
             each.process.wait()
 
 
-def _left(paces: list[float], waiting: list[float], going: list[tuple[float, float]], jobs: int) -> str:
-    """How long it still takes, if an epoch takes as many seconds as in the runs that are done, on average.
+def epochs_trained(folder: Path) -> float:
+    """How many epochs a run has behind it, by its log; polish counts."""
+    path = folder / "log.jsonl"
+    stages: dict[str, float] = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError, KeyError, TypeError):  # a line that is being written just now
+            line = json.loads(text)
+            if line["event"] == "epoch":
+                stages[line["stage"]] = float(line["epoch"])
+    return sum(stages.values())
 
-    Of the runs that wait, their epochs; of those that are going, their epochs and their seconds so far.
+
+def _left(
+    paces: list[float], waiting: list[float], going: list[tuple[float, float | None]], jobs: int
+) -> str:
+    """How long it still takes, by the epochs to come.
+
+    A run that is going has its own seconds an epoch; others take as many as those did that are done.
     """
-    if not paces or not (waiting or going):
+    known = [*paces, *(pace for _, pace in going if pace is not None)]
+    if not known or not (waiting or going):
         return ""
-    pace = sum(paces) / len(paces)
-    rest = [pace * epochs for epochs in waiting] + [max(pace * n - so_far, 0.0) for n, so_far in going]
+    usual = sum(known) / len(known)
+    rest = [usual * epochs for epochs in waiting]
+    rest += [epochs * (usual if pace is None else pace) for epochs, pace in going]
     # No sooner than the longest of them, however many run at a time.
     return f", about {duration(max(sum(rest) / jobs, *rest))} left"
 
