@@ -976,3 +976,21 @@ def test_a_seeded_block_that_fails_leaves_everything_as_it_was() -> None:
         fail()
     assert states() == before
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == flags
+
+
+def test_scores_in_float32_are_of_float32_in_full_and_the_users_choice_comes_back() -> None:
+    """TF32 gives a few images in ten thousand another class, and a file other figures on a GPU."""
+    flags: list[str] = []
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            flags.extend((cudnn.conv.fp32_precision, cuda.matmul.fp32_precision))
+            return super().forward(x)
+
+    source = Source("data", [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))], torch.device("cpu"))
+    before = cudnn.conv.fp32_precision, cuda.matmul.fp32_precision
+    for precision in (Precision.FP32, Precision.BF16):
+        evaluate(Watched(4, 3), source, Objective(F.cross_entropy), None, precision)
+    assert flags == ["ieee", "ieee", *before]
+    assert (cudnn.conv.fp32_precision, cuda.matmul.fp32_precision) == before

@@ -26,7 +26,7 @@ from pwfn.metrics import Pool
 from pwfn.progress import Keep, Progress, Pulse, Round
 from pwfn.randomness import random_states, restore_random_states
 from pwfn.scoring import LossFn, Objective, Scores, accuracy, divergence, evaluate
-from pwfn.sections import Decay
+from pwfn.sections import Decay, Precision
 from pwfn.storage import replacing
 from pwfn.targets import State, check_target, choose
 from pwfn.team import Team
@@ -83,7 +83,7 @@ class Run:
         progress = self.progress
         self._began = time.perf_counter() - progress.seconds
         if progress.state is None:
-            progress.before = self.scores(self.original)
+            progress.before = self.scores(self.original, Precision.FP32)
             self.begin()
         progress.restore(self.net)
         self.batches = self.train.endless(progress.batches)
@@ -272,7 +272,7 @@ class Run:
             where = f"the state after round {number}"
             reestimate_batchnorm(net, self.train.endless(), steps, where, self.team)
         compressed = net.finish()
-        scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)))
+        scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         facts = {"method": str(self.config.method), "settings": self.config.to_dict(), "round": number}
         record = {**compressed.record, **facts, **self.record}
         pool = Pool.of(compressed.values())
@@ -317,11 +317,14 @@ class Run:
         with self.net.sampling(False):
             self.fit(stepper, self.polish_steps, len(self.plan) + 1, "polish", falls=False)
 
-    def scores(self, model: nn.Module) -> Scores | None:
-        """Of a model on the validation data, if there are any."""
+    def scores(self, model: nn.Module, precision: Precision | None = None) -> Scores | None:
+        """Of a model on the validation data, if there are any.
+
+        On the way in the number type of training, which is quicker; before and after, in float32.
+        """
         if self.val is None:
             return None
-        precision = self.config.training.precision
+        precision = precision or self.config.training.precision
         # Processes may have unlike numbers of batches, so that they could not agree to stop here.
         between = self.between if self.team.world == 1 else None
         return evaluate(

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,25 @@ def accuracy(output: Any, target: Any) -> Tensor:
 
 
 @torch.no_grad()
+@contextmanager
+def full_float32(wanted: bool = True) -> Iterator[None]:
+    """Within the block, convolutions and products of float32 do not take TF32's 10 bits for its 23.
+
+    Torch lets cuDNN do so unless told, and a few images in ten thousand then get another class.
+    """
+    cudnn, cuda = cast(Any, torch.backends.cudnn), cast(Any, torch.backends.cuda)  # torch types only some
+    kinds = (cudnn.conv, cuda.matmul)
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        if wanted:
+            for kind in kinds:
+                kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, own in zip(kinds, before, strict=True):
+            kind.fp32_precision = own
+
+
 def evaluate(
     model: nn.Module,
     source: Source,
@@ -120,11 +139,12 @@ def evaluate(
 ) -> Scores:
     """Loss and metric of a model in evaluation mode, over the batches of all processes.
 
-    Its mode is put back afterwards. ``between`` is called before every batch, and may raise.
+    Its mode is put back afterwards. ``between`` is called before every batch, and may raise. In float32
+    it is float32 in full, on a GPU too, so that figures are the same wherever a file is scored.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=source.device)
     examples = scored = 0
-    with evaluating(model):
+    with evaluating(model), full_float32(precision is Precision.FP32):
         for number, batch in enumerate(source.batches(), 1):
             if between is not None:
                 between()
