@@ -107,7 +107,6 @@ def accuracy(output: Any, target: Any) -> Tensor:
     return (predicted == target).sum().double() / (target != -100).sum()
 
 
-@torch.no_grad()
 @contextmanager
 def full_float32(wanted: bool = True) -> Iterator[None]:
     """Within the block, convolutions and products of float32 do not take TF32's 10 bits for its 23.
@@ -127,6 +126,7 @@ def full_float32(wanted: bool = True) -> Iterator[None]:
             kind.fp32_precision = own
 
 
+@torch.no_grad()
 def evaluate(
     model: nn.Module,
     source: Source,
