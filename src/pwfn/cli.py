@@ -158,20 +158,28 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="The model, where the file does not name it.")] = None,
     samples: Annotated[int, typer.Option(help="Also score an ensemble of so many draws.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    weights: Annotated[
+        str | None, typer.Option(help="Those from before, to compare with: a file, or pretrained.")
+    ] = None,
+    ood: Annotated[
+        list[str] | None, typer.Option(help="Data from elsewhere: npz:PATH, noise, shift:rotate:90, …")
+    ] = None,
+    sigma_scale: Annotated[float, typer.Option(help="Draws are mu + this × sigma × noise.", min=0)] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Write the table of rivals here, as JSON.")] = None,
     device: Device = None,
     batch_size: Annotated[int | None, typer.Option(help="As suits the data, unless given.", min=1)] = None,
     workers: Workers = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Score the network in a .pwfn file on test data."""
-    from pwfn import filescores
-    from pwfn.options import RunOptions
+    """Score the network in a .pwfn file on test data, and how far its predictions can be trusted."""
+    from pwfn import filescores, options
 
-    how = RunOptions(
+    how = options.RunOptions(
         *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
     )
-    facts = filescores.evaluate_file(file, how, samples=samples, seed=seed)
-    typer.echo(json.dumps(facts) if as_json else filescores.summary_line(facts))
+    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out)
+    facts, lines = filescores.evaluated(file, how, asked)
+    typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pwfn import models, uncertainty
 from pwfn.batches import Source
 from pwfn.compressed import Compressed
-from pwfn.data import Data
+from pwfn.data import Data, DataOptions
 from pwfn.errors import DataError, FileError
 from pwfn.fileformat import load
 from pwfn.inspection import inspect
+from pwfn.models import DataConfig
 from pwfn.opening import check_classes, network_of, open_data, preparation_of
-from pwfn.options import RunOptions
-from pwfn.scoring import Objective, Scores, accuracy, evaluate, evaluating
+from pwfn.options import RunOptions, TrustOptions
+from pwfn.scoring import Objective, Scores, accuracy, evaluate
 from pwfn.sections import Precision
+from pwfn.storage import replacing
 from pwfn.team import Team, team_for
+from pwfn.uncertainty import Assessment, Rival, assess, ensemble, open_outside
 
 _KEPT = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
 
@@ -31,16 +37,111 @@ def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: in
     The network is the one that the file names, unless ``options.model`` is another. With ``samples``,
     also what the mean prediction of so many draws from its posterior gets right.
     """
+    file = _opened(path, options, seed)
+    facts = {"after": scores(file.network, file.source, file.team).to_dict(), **sizes(path)}
+    if samples:
+        facts["ensemble"] = _ensemble(file, samples, seed)
+    return facts
+
+
+def assess_file(
+    path: Path,
+    options: RunOptions,
+    *,
+    original: str | None = None,
+    ood: Sequence[str] = (),
+    samples: int = 20,
+    seed: int = 0,
+    sigma_scale: float = 1.0,
+    out: Path | None = None,
+) -> tuple[dict[str, Any], Assessment]:
+    """As :func:`evaluate_file`, and how far the predictions can be trusted, beside those of simpler rivals.
+
+    ``original`` is where the weights from before are: a file, or "pretrained" for timm's own. ``ood``
+    is data from elsewhere by name (:func:`pwfn.uncertainty.open_outside`). With ``out``, the assessment
+    is written there too, as JSON.
+    """
+    file = _opened(path, options, seed)
+    device = file.team.device
+    before = None if original is None else _original(file.compressed, options.model, original).to(device)
+    images = DataOptions.prepared(
+        file.preparation,
+        batch_size=options.batch_size,
+        test_batch_size=options.test_batch_size,
+        seed=seed,
+        device=device,
+        workers=options.workers,
+    )
+    others = {spec: open_outside(spec, file.source, images) for spec in ood}
+    found = assess(
+        file.compressed,
+        file.network,
+        file.source.test,
+        original=before,
+        ood={spec: other.loader for spec, other in others.items()},
+        samples=samples,
+        seed=seed,
+        sigma_scale=sigma_scale,
+    )
+    notes = tuple(f"{spec}: {other.note}" for spec, other in others.items() if other.note)
+    found = replace(found, notes=found.notes + notes)
+    facts = {"after": scores(file.network, file.source, file.team).to_dict(), **sizes(path)}
+    if samples:
+        facts["ensemble"] = found.row(Rival.ENSEMBLE).accuracy_all
+    assessed = found.to_dict()
+    if out is not None:
+        with replacing(out) as temporary:
+            temporary.write_text(json.dumps(assessed, indent=1) + "\n", encoding="utf-8")
+    return {**facts, "uncertainty": assessed}, found
+
+
+def evaluated(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dict[str, Any], list[str]]:
+    """A file's figures, and the lines that tell of them; with the table of rivals where it is asked for."""
+    if not asked.wanted:
+        facts = evaluate_file(path, options, seed=asked.seed)
+        return facts, [summary_line(facts)]
+    facts, table = assess_file(
+        path,
+        options,
+        original=asked.original,
+        ood=asked.ood,
+        samples=asked.samples,
+        seed=asked.seed,
+        sigma_scale=asked.sigma_scale,
+        out=asked.out,
+    )
+    return facts, [summary_line(facts), "", *table.lines()]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A file with the network and the data that belong to it."""
+
+    compressed: Compressed
+    network: nn.Module  # with the file's weights, on the device
+    preparation: DataConfig
+    source: Data
+    team: Team
+
+
+def _opened(path: Path, options: RunOptions, seed: int) -> _Opened:
     compressed = load(path)
     network = network_of(compressed, options.model)
     alone = team_for(options.device, alone=True)
-    device = alone.device
-    source = open_data(options, preparation_of(compressed, options.model, network), seed, alone)
-    check_classes(compressed.apply_to(network).to(device), source, device)
-    facts = {"after": scores(network, source, alone).to_dict(), **sizes(path)}
-    if samples:
-        facts["ensemble"] = _ensemble(compressed, network, source, device, samples, seed)
-    return facts
+    preparation = preparation_of(compressed, options.model, network)
+    source = open_data(options, preparation, seed, alone)
+    check_classes(compressed.apply_to(network).to(alone.device), source, alone.device)
+    return _Opened(compressed, network, preparation, source, alone)
+
+
+def _original(compressed: Compressed, name: str, weights: str) -> nn.Module:
+    """The network with the weights that it had before it was compressed."""
+    if weights == "pretrained":
+        classes = models.recorded_classes(compressed.record)
+        return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
+    network = network_of(compressed, name)
+    models.load_weights(network, weights)
+    return network
 
 
 def scores(model: nn.Module, source: Data, team: Team) -> Scores:
@@ -67,23 +168,12 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-@torch.no_grad()
-def _ensemble(
-    compressed: Compressed, network: nn.Module, source: Data, device: torch.device, samples: int, seed: int
-) -> float:
+def _ensemble(file: _Opened, samples: int, seed: int) -> float:
     """Accuracy of the mean softmax over draws from the posterior that the file keeps."""
-    generator = torch.Generator().manual_seed(seed)
-    tests = Source("test data", source.test, device)
-    total: torch.Tensor | None = None
-    with evaluating(network):
-        for _ in range(samples):
-            network.load_state_dict({**network.state_dict(), **compressed.sample(generator)})
-            drawn = torch.cat([batch.through(network, "test data").softmax(1) for batch in tests.batches()])
-            total = drawn if total is None else total + drawn
-    if total is None:
-        raise DataError(f"samples is {samples}: allowed is at least 1")
-    targets = torch.cat([batch.target for batch in tests.batches()])
-    return float((total.argmax(1) == targets).double().mean())
+    found = ensemble(file.compressed, file.network, file.source.test, samples, seed)
+    if found.targets is None:
+        raise DataError("test data have no labels: give (input, target) batches")
+    return uncertainty.accuracy(found.probabilities, found.targets)
 
 
 def summary_line(facts: Mapping[str, Any]) -> str:

@@ -37,6 +37,27 @@ class RunOptions:
     tensorboard: bool = False  # curves as well
 
 
+@dataclass(frozen=True)
+class TrustOptions:
+    """What is asked beside accuracy: how far a file's predictions can be trusted.
+
+    >>> TrustOptions().wanted, TrustOptions(samples=20).wanted
+    (False, True)
+    """
+
+    samples: int = 0  # draws of the ensemble
+    seed: int = 0  # of the draws
+    original: str | None = None  # weights from before: a file, or "pretrained"
+    ood: tuple[str, ...] = ()  # data from elsewhere, by name
+    sigma_scale: float = 1.0
+    out: Path | None = None  # a file for the table of rivals, as JSON
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is asked."""
+        return bool(self.samples or self.ood or self.original or self.out)
+
+
 def settings(
     preset: str | None,
     file: Path | None,

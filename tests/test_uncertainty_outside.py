@@ -1,0 +1,219 @@
+"""Data from elsewhere by name: prepared as the network's own, and the same every time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pwfn import DataError, data
+from pwfn.data import Data, DataOptions
+from pwfn.uncertainty import open_outside
+from pwfn.uncertainty.outside import SHIFTS
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def colour(folder: Path, size: int = 6, name: str = "own.npz") -> Path:
+    """Random pictures, N×H×W×C."""
+    generator = np.random.default_rng(0)
+    images = {
+        f"x_{part}": generator.integers(0, 256, (11, size, size, 3), np.uint8) for part in ("train", "test")
+    }
+    labels = {f"y_{part}": generator.integers(0, 4, 11) for part in ("train", "test")}
+    np.savez(folder / name, **images, **labels)
+    return folder / name
+
+
+def opened(folder: Path, **changes: Any) -> tuple[Data, DataOptions]:
+    options = DataOptions(mean=MEAN, std=STD, test_batch_size=4, **changes)
+    return data.open_source(f"npz:{colour(folder)}", options), options
+
+
+def images_of(loader: Any) -> Tensor:
+    return torch.cat([batch if isinstance(batch, Tensor) else batch[0] for batch in loader.epoch(0)])
+
+
+def plain(images: Tensor) -> Tensor:
+    """Back to [0, 1]."""
+    return images * torch.tensor(STD).view(1, 3, 1, 1) + torch.tensor(MEAN).view(1, 3, 1, 1)
+
+
+def test_images_of_another_file_are_prepared_as_the_networks_own(tmp_path: Path) -> None:
+    """The file itself as data from elsewhere: the very same inputs, bit by bit."""
+    own, options = opened(tmp_path)
+    other = open_outside(f"npz:{tmp_path / 'own.npz'}", own, options)
+    assert other.note == ""
+    assert torch.equal(images_of(other.loader), images_of(own.test))
+
+
+def test_an_npz_file_needs_test_images_alone(tmp_path: Path) -> None:
+    own, options = opened(tmp_path)
+    with np.load(tmp_path / "own.npz") as stored:
+        np.savez(tmp_path / "bare.npz", x_test=stored["x_test"])
+    other = open_outside(f"npz:{tmp_path / 'bare.npz'}", own, options)
+    assert torch.equal(images_of(other.loader), images_of(own.test))
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_grey_images_of_another_size_are_brought_to_the_networks(tmp_path: Path, axes: int) -> None:
+    own, options = opened(tmp_path)
+    grey = np.full((5, 3, 3), 51, np.uint8)
+    grey[1] = 255
+    np.savez(tmp_path / "grey.npz", x_test=grey if axes == 3 else grey[..., None])
+    other = open_outside(f"npz:{tmp_path / 'grey.npz'}", own, options)
+    assert other.note == "images brought from 1 to 3 channels and from 3×3 to 6×6"
+    found = plain(images_of(other.loader))
+    assert found.shape == (5, 3, 6, 6)
+    assert torch.allclose(found[0], torch.tensor(0.2), atol=1e-6)
+    assert torch.allclose(found[1], torch.tensor(1.0), atol=1e-6)
+
+
+def test_colour_becomes_grey_by_its_mean(tmp_path: Path) -> None:
+    own = data.open_source("digits")
+    pixels = np.broadcast_to(np.array([30, 60, 120], np.uint8), (2, 8, 8, 3))
+    np.savez(tmp_path / "colour.npz", x_test=pixels)
+    found = images_of(open_outside(f"npz:{tmp_path / 'colour.npz'}", own, DataOptions()).loader)
+    assert found.shape == (2, 1, 8, 8)
+    assert torch.allclose(found, torch.tensor(70 / 255))
+
+
+def test_every_other_source_gives_its_test_images(tmp_path: Path) -> None:
+    own = data.open_source("digits")
+    other = open_outside("digits", own, DataOptions())
+    assert torch.equal(images_of(other.loader), images_of(own.test))
+
+
+def test_noise_is_uniform_and_has_nothing_of_the_images(tmp_path: Path) -> None:
+    own, options = opened(tmp_path)
+    found = plain(images_of(open_outside("noise", own, options).loader))
+    assert found.shape == (11, 3, 6, 6)
+    assert float(found.min()) >= -1e-6
+    assert float(found.max()) <= 1 + 1e-6
+    # 1,188 numbers: mean and deviation of the uniform distribution, within four standard errors.
+    assert abs(float(found.mean()) - 0.5) < 4 * 0.2887 / math.sqrt(1188)
+    assert float(found.std()) == pytest.approx(0.2887, abs=0.02)
+    assert (
+        abs(float(torch.corrcoef(torch.stack((found.flatten(), plain(images_of(own.test)).flatten())))[0, 1]))
+        < 0.12
+    )
+
+
+@pytest.mark.parametrize("spec", ["noise", "shift:gaussian:0.3"])
+def test_what_is_drawn_depends_on_seed_and_example_alone(tmp_path: Path, spec: str) -> None:
+    """Not on the batches, the pass or torch's own random state."""
+    torch.manual_seed(1)
+    own, options = opened(tmp_path, seed=3)
+    found = images_of(open_outside(spec, own, options).loader)
+    whole = DataOptions(mean=MEAN, std=STD, test_batch_size=100, seed=3)
+    torch.manual_seed(2)
+    loader = open_outside(spec, data.open_source(own.name, whole), whole).loader
+    assert torch.equal(images_of(loader), found)
+    assert torch.equal(torch.cat(list(loader.epoch(5))), found)
+    later = open_outside(spec, own, options).loader
+    assert torch.equal(torch.cat(list(later.epoch(0, start=1))), found[4:])
+    assert not torch.equal(images_of(open_outside(spec, own, DataOptions(mean=MEAN, std=STD)).loader), found)
+
+
+def test_gaussian_noise_has_its_deviation_in_shares_of_white(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "middle.npz",
+        **{f"x_{part}": np.full((40, 8, 8, 3), 128, np.uint8) for part in ("train", "test")},
+        **{f"y_{part}": np.zeros(40, np.int64) for part in ("train", "test")},
+    )
+    options = DataOptions(mean=MEAN, std=STD)
+    own = data.open_source(f"npz:{tmp_path / 'middle.npz'}", options)
+    found = plain(images_of(open_outside("shift:gaussian:0.1", own, options).loader))
+    assert float(found.std()) == pytest.approx(0.1, rel=0.03)
+    assert float(found.mean()) == pytest.approx(128 / 255, abs=0.005)
+    hard = plain(images_of(open_outside("shift:gaussian:10", own, options).loader))
+    assert (float(hard.min()), float(hard.max())) == pytest.approx((0, 1), abs=1e-6)
+    same = plain(images_of(open_outside("shift:gaussian:0", own, options).loader))
+    assert torch.allclose(same, torch.tensor(128 / 255), atol=1e-6)
+
+
+def test_a_quarter_turn_moves_pixels_and_no_more(tmp_path: Path) -> None:
+    own, options = opened(tmp_path)
+    before = images_of(own.test)
+    for degrees, turns in ((90, 1), (180, 2), (-90, 3), (360, 0)):
+        found = images_of(open_outside(f"shift:rotate:{degrees}", own, options).loader)
+        assert torch.allclose(found, before.rot90(turns, (2, 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize(("height", "width"), [(41, 41), (31, 51)])
+@pytest.mark.parametrize("degrees", [30.0, -75.0, 90.0])
+def test_a_turned_ramp_is_a_ramp_in_the_turned_direction(height: int, width: int, degrees: float) -> None:
+    """A plane is what it was at the place that a pixel came from: turned back about the middle."""
+    rows = torch.arange(height, dtype=torch.float64)[:, None] - (height - 1) / 2  # downwards
+    columns = torch.arange(width, dtype=torch.float64)[None] - (width - 1) / 2
+    ramp = (0.5 + 0.003 * columns - 0.007 * rows).view(1, 1, height, width)
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    from_column, from_row = columns * cos - rows * sin, columns * sin + rows * cos
+    expected = 0.5 + 0.003 * from_column - 0.007 * from_row
+    found = SHIFTS["rotate"].change(ramp, degrees, torch.empty(0))[0, 0]
+    inside = (from_column.abs() < width / 2 - 1) & (from_row.abs() < height / 2 - 1)
+    assert int(inside.sum()) > 500
+    assert torch.allclose(found[inside], expected[inside], atol=1e-12)
+    away = (from_column.abs() > width / 2 + 1) | (from_row.abs() > height / 2 + 1)
+    assert not found[away].any()
+
+
+def test_contrast_draws_an_image_to_its_own_mean(tmp_path: Path) -> None:
+    own, options = opened(tmp_path)
+    before = plain(images_of(own.test))
+    found = plain(images_of(open_outside("shift:contrast:0.25", own, options).loader))
+    assert torch.allclose(found.mean((1, 2, 3)), before.mean((1, 2, 3)), atol=1e-5)
+    assert torch.allclose(found.std((1, 2, 3)), before.std((1, 2, 3)) / 4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "shift:melt:3",
+            "no known change of the data: allowed are noise, shift:gaussian:STD, shift:rotate:DEGREES",
+        ),
+        ("shift:rotate:much", "allowed is shift:rotate:DEGREES with DEGREES from -360 to 360"),
+        ("shift:contrast:2", "FACTOR from 0 to 1"),
+        ("shift:gaussian:nan", "STD from 0 to 10"),
+        ("shift", "no known change"),
+        ("noize", "no known data from elsewhere: allowed are noise, .*npz:PATH"),
+        ("npz:nowhere.npz", "there is no such file"),
+        ("npz:", "allowed is npz:PATH"),
+    ],
+)
+def test_a_name_that_is_none_says_what_is(tmp_path: Path, spec: str, message: str) -> None:
+    own, options = opened(tmp_path)
+    with pytest.raises(DataError, match=message):
+        open_outside(spec, own, options)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((2, 6, 6), np.uint8)}, "has no x_test"),
+        ({"x_test": np.zeros((2, 6, 6), np.float32)}, "float32: allowed is N×H×W or N×H×W×C uint8"),
+        ({"x_test": np.zeros((0, 6, 6), np.uint8)}, "allowed is N×H×W"),
+        ({"x_test": np.zeros((2, 6, 6, 2), np.uint8)}, "2 channels and the network's own 3"),
+    ],
+)
+def test_arrays_that_are_no_images_are_named(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    own, options = opened(tmp_path)
+    np.savez(tmp_path / "other.npz", **arrays)
+    with pytest.raises(DataError, match=message):
+        open_outside(f"npz:{tmp_path / 'other.npz'}", own, options)
+    (tmp_path / "broken.npz").write_bytes(b"PK\3\4nothing")
+    with pytest.raises(DataError, match=r"broken.npz: cannot be read as an npz file"):
+        open_outside(f"npz:{tmp_path / 'broken.npz'}", own, options)
+
+
+def test_loaders_of_ones_own_cannot_be_changed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def loaders():\n    return [1], [1]\n")
+    own = data.open_source(f"python:{tmp_path / 'mine.py'}:loaders")
+    with pytest.raises(DataError, match=r"how its images are prepared is not known.*python:FILE:FUNCTION"):
+        open_outside("noise", own, DataOptions())
