@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint check clean
+.PHONY: demo test lint check gallery clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/pwfn demo --out demo
@@ -16,6 +16,10 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The demo's report and its figures as pictures, under gallery/; of the page itself where there is a Chromium.
+gallery: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/gallery.py --out gallery
 
 clean:
 	rm -rf $(VENV) build dist

@@ -56,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_a_run_leaves(whole: Path) -> None:
     names = sorted(path.name for path in whole.iterdir())
-    assert names == ["checkpoints", "config.toml", "log.jsonl", "model.pwfn", "record.json"]
+    assert names == ["checkpoints", "config.toml", "log.jsonl", "model.pwfn", "observed.jsonl", "record.json"]
     assert len(list((whole / "checkpoints").iterdir())) == 2
     assert Config.load(whole / "config.toml") == CONFIG
     lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
 """A run's progress on disk: written whole, checked when it is read, two of them kept.
 
-A checkpoint file is ``PWFNCKP3``, the SHA-256 of what follows, and a torch archive of plain values
+A checkpoint file is ``PWFNCKP4``, the SHA-256 of what follows, and a torch archive of plain values
 and tensors that is read with ``weights_only``: nothing in it is ever run.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from pwfn.clustering import FixRecord, FixStep, Move
 from pwfn.errors import FileError
 from pwfn.metrics import Pool
+from pwfn.observed import Observed
 from pwfn.progress import Progress, Round
 from pwfn.scoring import Scores
 from pwfn.storage import make_folder, replacing
 from pwfn.targets import Choice, State
 from pwfn.training import Fitting
 
-_MAGIC = b"PWFNCKP3"
+_MAGIC = b"PWFNCKP4"
 _KEPT = 2
 
 
@@ -113,6 +114,7 @@ def to_plain(progress: Progress) -> dict[str, Any]:
         "fitting": [fitting.step, fitting.totals, fitting.optimizer, fitting.scaler] if fitting else None,
         "seconds": progress.seconds,
         "optimizer": progress.optimizer,
+        "start": progress.start.to_plain() if progress.start else None,
     }
 
 
@@ -130,6 +132,7 @@ def from_plain(plain: Mapping[str, Any]) -> Progress:
         fitting=Fitting(*plain["fitting"]) if plain["fitting"] else None,
         seconds=plain["seconds"],
         optimizer=plain["optimizer"],
+        start=Observed.of_plain(plain["start"]) if plain["start"] else None,
     )
 
 
@@ -141,7 +144,8 @@ def _plain_round(done: Round) -> dict[str, Any]:
         "steps": [tuple(step) for step in done.fix.steps],
         "moves": [tuple(move) for move in done.fix.moves],
     }
-    return {**asdict(done), "fix": fix}
+    observed = [seen.to_plain() for seen in done.observed]
+    return {**asdict(replace(done, observed=())), "fix": fix, "observed": observed}
 
 
 def _round(plain: Mapping[str, Any]) -> Round:
@@ -155,7 +159,8 @@ def _round(plain: Mapping[str, Any]) -> Round:
     scores = Scores(**plain["scores"]) if plain["scores"] else None
     quartiles = tuple(plain["sigma_quartiles"]) if plain["sigma_quartiles"] else None
     changed = {"fix": record, "fixed": Pool(**plain["fixed"]), "scores": scores, "sigma_quartiles": quartiles}
-    return Round(**{**plain, **changed})
+    observed = tuple(Observed.of_plain(seen) for seen in plain["observed"])
+    return Round(**{**plain, **changed, "observed": observed})
 
 
 def _plain_state(state: State) -> dict[str, Any]:

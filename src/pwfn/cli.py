@@ -208,6 +208,17 @@ def compare(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page on a run, or on several side by side."""
+    from pwfn.report import write
+
+    typer.echo(write(runs, out))
+
+
+@app.command()
 def demo(
     preset: Preset = "recommended",
     seed: Annotated[int, typer.Option(help="Seed of all random states.", min=0)] = 0,

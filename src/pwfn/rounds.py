@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn import methods
+from pwfn import methods, observed
 from pwfn.batches import Source
 from pwfn.compressed import Compressed
 from pwfn.config import Config
@@ -85,6 +85,7 @@ class Run:
         if progress.state is None:
             progress.before = self.scores(self.original, Precision.FP32)
             self.begin()
+            progress.start = observed.at_start(self.net.layout, self.net.in_force())
         progress.restore(self.net)
         self.batches = self.train.endless(progress.batches)
         if progress.random is not None:
@@ -250,7 +251,9 @@ class Run:
             if net.keeps_optimizer:
                 self._stepper = stepper
                 self.progress.optimizer = copy.deepcopy(stepper.optimizer.state_dict())
+        before = observed.before_fixing(number, net.layout, net.in_force())
         done = net.between(number, fraction)
+        after = observed.after_fixing(number, done.record, net.layout, net.in_force())
         self.team.check_alike(f"{where}: the weights", net.compared())
         return Round(
             number=number,
@@ -261,6 +264,7 @@ class Run:
             sigma_quartiles=done.sigma_quartiles,
             scores=self.scores(net),
             seconds=time.perf_counter() - started,
+            observed=(after,) if before is None else (before, after),
         )
 
     def state(self, number: int, fraction: float) -> State:

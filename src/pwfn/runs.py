@@ -2,6 +2,7 @@
 
 run/config.toml          the settings, whole
 run/log.jsonl            a line for the start, for every epoch, round and state, and for the end
+run/observed.jsonl       what was seen of the weights at the start, and before and after every fixing
 run/checkpoints/         the newest two
 run/states/              the network as it would be after each round, where that was asked for
 run/model.pwfn           the result
@@ -34,6 +35,9 @@ from pwfn.targets import State, pareto
 from pwfn.team import Team, team_for
 from pwfn.version import __version__
 from pwfn.watching import Several, Silent, TensorBoard, View
+
+_ASKED = ("data", "weights", "classes", "holdout", "limit", "test_batch_size")
+"""What a run was asked for by name, so that its command can be told again; the identity has contents."""
 
 
 def run(
@@ -185,6 +189,9 @@ class _Diary:
         where = {"batches": now.batches, "rounds": len(now.rounds)}
         if self._log is not None:
             self._log.add({"event": "round", **where, **now.rounds[-1].to_dict()})
+            # Whole each time: it is small, and what a killed run had written beyond its checkpoint goes.
+            lines = "".join(seen.to_line() + "\n" for seen in now.observed)
+            _write_text(self._folder / "observed.jsonl", lines)
             if now.states:
                 state = now.states[-1]
                 path = _state_path(self._folder, state)
@@ -200,6 +207,7 @@ class _Diary:
         record = {
             **facts,
             "identity": self._identity,
+            "asked": {name: getattr(self._options, name) for name in _ASKED},
             "machine": _machine(self._team),
             "rounds": [line for line in self._log.lines() if line["event"] == "round"],
             "states": states,

@@ -35,6 +35,14 @@ class Between:
     sigma_quartiles: tuple[float, float, float] | None = None  # of the weights that were free in training
 
 
+class InForce(NamedTuple):
+    """The weights as they are at a moment, without noise."""
+
+    mu: Tensor
+    sigma: Tensor | None = None  # where weights are distributions
+    fixed: Tensor | None = None  # which of them are in place; None: all
+
+
 class Method(WeightNetwork):
     """One way to put a network's weights on few values while it is trained.
 
@@ -73,6 +81,13 @@ class Method(WeightNetwork):
     @abstractmethod
     def between(self, number: int, fraction: float) -> Between:
         """After a stretch, numbered from 1; after one whose fraction is 1 every weight is in place."""
+
+    @torch.no_grad()
+    def in_force(self) -> InForce:
+        """The weights as they are now, for those who look on; here those of :meth:`views`, all in place."""
+        views = self.views()
+        pieces = [views[entry.name].detach().reshape(-1) for entry in self.layout.entries]
+        return InForce(torch.cat([piece.to(self.layout.dtype) for piece in pieces]))
 
     @abstractmethod
     def rounded(self) -> Self:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pwfn.config import Config
 from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
-from pwfn.methods.protocol import Between, Method, Stretch, rounds_of_fixing, torch_optimizer
+from pwfn.methods.protocol import Between, InForce, Method, Stretch, rounds_of_fixing, torch_optimizer
 from pwfn.posterior import GaussianNetwork
 from pwfn.sections import Optimizer, Precision
 
@@ -49,6 +49,10 @@ class Pwfn(GaussianNetwork, Method):
         quartiles = _quartiles(self.sigma[~self.fixed].detach())
         record = self.fix(fraction)
         return Between(record, self.mu[self.fixed].detach(), quartiles)
+
+    def in_force(self) -> InForce:
+        """Means, sigmas, and which weights are fixed."""
+        return InForce(self.mu.detach(), self.sigma.detach(), self.fixed)
 
     def compared(self) -> Sequence[Tensor]:
         """Which weights are fixed, and every mean and sigma."""

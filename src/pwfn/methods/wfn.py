@@ -15,7 +15,7 @@ from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.errors import WeightError
 from pwfn.layout import held, untouched
-from pwfn.methods.protocol import Between, Method, Stretch, rounds_of_fixing
+from pwfn.methods.protocol import Between, InForce, Method, Stretch, rounds_of_fixing
 
 
 class Wfn(Method):
@@ -78,6 +78,10 @@ class Wfn(Method):
         record = FixRecord(fraction, fixed, tuple(result.steps), tuple(moves))
         self.free_weight.requires_grad_(fixed < self.layout.size)
         return Between(record, self.fixed_weight[self.fixed])
+
+    def in_force(self) -> InForce:
+        """The weights, and which of them are fixed."""
+        return InForce(self.weight.detach(), None, self.fixed)
 
     def rounded(self) -> Self:
         """A copy whose free weights are fixed too, as a last round would do it now."""

@@ -1,0 +1,24 @@
+"""`pwfn report`: folders of runs to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pwfn.errors import FileError
+from pwfn.storage import replacing
+
+
+def write(folders: Sequence[Path], out: Path) -> str:
+    """Read the runs, write the page, and say so in a sentence."""
+    # Here and not above: to import the package is to import neither what draws nor what reads.
+    from pwfn.report.page import page
+    from pwfn.report.reading import read_run
+
+    if not folders:
+        raise FileError("no run to report on: name the folder of one, as pwfn compress left it")
+    text = page([read_run(folder) for folder in folders]).encode()
+    with replacing(out) as temporary:
+        temporary.write_bytes(text)
+    runs = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
+    return f"{out}: {len(text):,} bytes, {runs}; open it in any browser"
