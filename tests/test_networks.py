@@ -20,6 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from pwfn import cli, load
+from pwfn.metrics import per_attention_part
+from pwfn.report.figures import figures
+from pwfn.report.reading import read_run
 
 PAPER = (
     "resnet18",
@@ -91,6 +94,14 @@ def test_a_network_of_the_paper_by_name(tmp_path: Path) -> None:
     assert [done["steps"] for done in record["rounds"]] == [1, 1]
     assert load(path).layout.size == record["weights"] == DEIT_TINY
     assert record["unique"] == load(path).values().unique().numel()
+    # Its report has a box for the input channels of q, k and v of each of the twelve blocks.
+    found = {figure.key: figure for figure in figures([read_run(path.parent)])}
+    header, rows = found["attention"].table or ((), ())
+    assert [row[0] for row in rows] == [str(block) for block in range(1, 13)]
+    assert [name for name in header if name.startswith("unique")] == ["unique, q", "unique, k", "unique, v"]
+    values, layout = load(path).values(), load(path).layout
+    last = per_attention_part(layout, values, "blocks.11.attn.qkv.weight")["v"]
+    assert float(rows[-1][-1]) == pytest.approx(sum(pool.unique for pool in last) / len(last), abs=0.05)
 
 
 # Numbers of classes
