@@ -119,10 +119,16 @@ ABOVE_0_CASE = number("a number above 0", [0, 0.0, -0.0, -1, 10**400], [TINY, 1,
 CASES: dict[str, Case] = {
     "layout.include": selectors(),
     "layout.exclude": selectors(),
-    "posterior.init": choice(SigmaInit, "powers", "constant"),
+    "posterior.init": choice(SigmaInit, "powers", "constant", "relative", "curvature", "curvature_root"),
     "posterior.constant_sigma": ABOVE_0_CASE,
+    "posterior.relative_sigma": ABOVE_0_CASE,
+    "posterior.curvature_batches": number(
+        "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 32, 8.0], st.integers(1, 10**6)
+    ),
+    "posterior.curvature_scale": ABOVE_0_CASE,
     "posterior.alpha": AT_LEAST_0_CASE,
     "posterior.cap": ABOVE_0_CASE,
+    "posterior.learn_sigma": switch(),
     "posterior.noise_on_fixed": switch(),
     "clustering.rule": choice(Rule, "mean", "each", "nearest"),
     "clustering.b": number(
@@ -295,6 +301,7 @@ def test_the_numbers_of_the_paper() -> None:
         "posterior.constant_sigma": 1e-3,
         "posterior.alpha": 2**-11,
         "posterior.cap": 0.05,
+        "posterior.learn_sigma": True,
         "clustering.rule": Rule.MEAN,
         "clustering.b": 7,
         "clustering.delta": 1.0,
@@ -348,7 +355,7 @@ def test_an_unknown_preset_is_refused(name: Any) -> None:
         ("training.learning_rat", "did you mean 'learning_rate'?"),
         ("shedule.fractions", "did you mean 'schedule'?"),
         ("sed", "did you mean 'seed'?"),
-        ("posterior.zzz", "allowed is one of init, constant_sigma, alpha, cap, noise_on_fixed"),
+        ("posterior.zzz", "allowed is one of init, constant_sigma, relative_sigma, curvature_batches"),
         (
             "zzz",
             "allowed is one of method, seed, layout, posterior, clustering, quantiser, wfn, training",

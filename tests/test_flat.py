@@ -107,6 +107,39 @@ def test_a_flat_optimiser_takes_the_steps_of_torchs(
         assert torch.equal(vector[ours.fixed], before)  # to the bit
 
 
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_sigma_that_does_not_learn_is_one_without_rate_and_regulariser(
+    kind: type[FlatOptimizer], options: dict[str, Any], fused: bool
+) -> None:
+    """To the bit, clipped too; and sigma stays as it was."""
+
+    def stepped(posterior: dict[str, Any], sigma_lr: float) -> GaussianNetwork:
+        net = half_fixed(SETTINGS.override(posterior))
+        rates = {**RATES, "sigma_lr": sigma_lr}
+        optimizer: FlatOptimizer | torch.optim.Optimizer
+        if fused:
+            optimizer = kind(net, **rates, seed=7, clip_norm=0.05, **options)
+        else:
+            groups = net.parameter_groups(**rates)
+            adamw = kind is FlatAdamW
+            optimizer = torch.optim.AdamW(groups) if adamw else torch.optim.SGD(groups, momentum=0.9)
+        seed = None if fused else 7
+        config = TrainingConfig(clip_norm=0.05)
+        fit(net, iter(batches()), 6, TASK, config, optimizer=optimizer, where="here", seed=seed)
+        return net
+
+    frozen = stepped({"posterior.learn_sigma": False}, 0.3)
+    nothing = stepped({"posterior.alpha": 0.0}, 0.0)
+    start = half_fixed()
+    assert torch.equal(frozen.sigma, start.sigma)
+    assert torch.equal(frozen.sigma, nothing.sigma)
+    assert torch.equal(frozen.mu, nothing.mu)
+    assert not torch.equal(frozen.mu, start.mu)
+    for mine, other in zip(frozen.model.parameters(), nothing.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_a_whole_run_ends_in_the_same_clusters_with_and_without() -> None:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(16, 1, 8, 8, generator=generator), torch.randint(0, 10, (16,))) for _ in range(4)]

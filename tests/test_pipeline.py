@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pwfn
 from pwfn import Config, DataError, DivergedError, Progress, PwfnError, Result, WeightError, compress
+from pwfn.data.epochs import Repeated
 from pwfn.errors import ConfigError
 from pwfn.pow2 import order
 from pwfn.randomness import seeded
@@ -308,6 +309,74 @@ def test_precision_holds_in_training_and_on_the_way_before_and_after_are_in_floa
         compress(nn.Linear(4, 2), data, data, BRIEF.override({"training.precision": precision}), loss_fn)
         assert seen[:2] == seen[-2:] == [torch.float32] * 2  # two batches of validation data
         assert set(seen[2:-2]) == {dtype}
+
+
+# Sigma from the curvature of the loss
+
+
+def starting_sigma(changes: dict[str, Any], **options: Any) -> Tensor:
+    """After the first stretch of training, in which it does not learn."""
+    made = task("classification")
+    seen: list[Tensor] = []
+
+    def keep(progress: Any, ends: bool) -> None:
+        if not seen:
+            seen.append(progress().state["free_sigma"])
+
+    config = BRIEF.override({"posterior.learn_sigma": False, **changes})
+    compress(made.model, made.train, None, config, keep=keep, **options)
+    return seen[0]
+
+
+@pytest.mark.parametrize("init", ["curvature", "curvature_root"])
+def test_a_run_starts_sigma_from_the_curvature_at_the_original(init: str) -> None:
+    made = task("classification")
+    squares = []
+    for x, y in made.train[:4]:
+        made.model.zero_grad()
+        F.cross_entropy(made.model(x), y).backward()
+        squares.append(torch.cat([made.model[i].weight.grad.flatten() for i in (0, 5)]).square() * 32)
+    made.model.zero_grad()
+    h = torch.stack(squares).mean(0)
+    scale = 1e-6 if init == "curvature" else 1e-4
+    expected = (scale / (h.sqrt() if init == "curvature_root" else h)).clamp(2.0**-30, 0.05)
+    assert expected.unique().numel() > 50
+    settings = {
+        "posterior.init": init,
+        "posterior.curvature_scale": scale,
+        "posterior.curvature_batches": 4,
+    }
+    found = starting_sigma(settings)[: expected.numel()]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
+    assert torch.equal(found, starting_sigma(settings)[: expected.numel()])
+
+
+def test_a_run_from_the_curvature_stopped_on_the_way_ends_in_the_same_bits() -> None:
+    made = task("classification")
+    config = BRIEF.override({"posterior.init": "curvature", "posterior.curvature_batches": 3})
+    whole = compress(made.model, made.train, None, config)
+    kept: list[Progress] = []
+
+    def keep(progress: Any, ends: bool) -> None:
+        kept.append(progress())
+        if len(kept) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(made.model, Repeated(made.train), None, config, keep=keep)
+    again = compress(made.model, Repeated(made.train), None, config, resume=kept[0])
+    assert torch.equal(again.compressed.values(), whole.compressed.values())
+    other = compress(made.model, made.train, None, BRIEF)
+    assert not torch.equal(other.compressed.values(), whole.compressed.values())
+
+
+def test_the_curvature_is_that_of_the_labels_loss_whoever_teaches() -> None:
+    """A divergence from the original has no gradient there."""
+    settings = {"posterior.init": "curvature", "posterior.curvature_scale": 1e-6}
+    assert torch.equal(starting_sigma(settings, distill=True), starting_sigma(settings))
+    made = task("classification")
+    with pytest.raises(DataError, match="the curvature, batch 1 has no target"):
+        compress(made.model, [x for x, _ in made.train], None, BRIEF.override(settings), distill=True)
 
 
 # Distillation

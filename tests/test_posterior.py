@@ -170,6 +170,63 @@ def test_no_prior() -> None:
     assert torch.equal(net.sigma, torch.full((24,), 0.25))
 
 
+def test_sigma_in_proportion_to_the_weight() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.5, -0.25], [0.0, 2.0]]))
+        model.bias.copy_(torch.tensor([-1.0, 0.125]))
+    net = GaussianNetwork(model, config(init="relative", relative_sigma=0.25))
+    assert net.sigma.tolist() == [0.125, 0.0625, FLOOR, 0.5, 0.25, 0.03125]
+
+
+CURVATURE = [0.0, 2.0**-10, 2.0**-6, 0.25, 1.0, 2.0**40]
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"),
+    [
+        # 2^-12 / h: above the cap of 2^-4 for the first two, below the floor for the last
+        ("curvature", [2.0**-4, 2.0**-4, 2.0**-6, 2.0**-10, 2.0**-12, FLOOR]),
+        # 2^-12 / sqrt(h)
+        ("curvature_root", [2.0**-4, 2.0**-7, 2.0**-9, 2.0**-11, 2.0**-12, FLOOR]),
+    ],
+)
+def test_sigma_from_curvature_by_hand(init: str, expected: list[float]) -> None:
+    settings = config(init=init, curvature_scale=2.0**-12, cap=2.0**-4)
+    net = GaussianNetwork(nn.Linear(2, 2), settings)
+    before = net.mu.detach().clone()
+    net.take_curvature(torch.tensor(CURVATURE))
+    assert net.sigma.tolist() == expected
+    assert torch.equal(net.mu, before)
+
+
+def test_curvature_leaves_fixed_weights_alone() -> None:
+    net = GaussianNetwork(nn.Linear(2, 2), config(init="curvature"))
+    net.fix(0.5)
+    kept = net.sigma[net.fixed].clone()
+    net.take_curvature(torch.ones(6))
+    assert torch.equal(net.sigma[net.fixed], kept)
+    assert net.sigma[~net.fixed].tolist() == [2.0**-11] * 3
+
+
+@pytest.mark.parametrize(
+    ("curvature", "words"),
+    [
+        (torch.zeros(6), "zero for every weight"),
+        (torch.tensor([1.0, math.inf, 1, 1, 1, 1]), "not finite for one"),
+        (torch.tensor([1.0, math.nan, 1, 1, 1, 1]), "at least 0 for every weight"),
+        (torch.tensor([1.0, -1, 1, 1, 1, 1]), "at least 0 for every weight"),
+        (torch.ones(5), "at least 0 for every weight"),
+    ],
+)
+def test_a_curvature_that_is_none_is_refused(curvature: Tensor, words: str) -> None:
+    net = GaussianNetwork(nn.Linear(2, 2), config(init="curvature"))
+    before = net.sigma.detach().clone()
+    with pytest.raises(WeightError, match=words):
+        net.take_curvature(curvature)
+    assert torch.equal(net.sigma, before)
+
+
 # --- a network whose output is its weights -------------------------------------------------------
 
 SIDE = 4
@@ -681,6 +738,14 @@ def test_parameter_groups() -> None:
     assert sorted(listed) == sorted(id(p) for p in net.parameters())
     assert net.parameter_groups(lr=0.1, sigma_lr=0.3)[1]["lr"] == 0.3
     assert net.parameter_groups(lr=0.1, sigma_lr=0.0)[1]["lr"] == 0.0
+
+
+def test_a_sigma_that_does_not_learn_has_no_rate_and_no_regulariser() -> None:
+    net = small_net(settings=config(learn_sigma=False))
+    assert net.parameter_groups(lr=0.1)[1]["lr"] == 0.0
+    assert net.parameter_groups(lr=0.1, sigma_lr=0.3)[1]["lr"] == 0.0
+    assert net.parameter_groups(lr=0.1)[0]["lr"] == 0.1
+    assert net.penalty().item() == 0
 
 
 def test_trained_beside_the_vector_is_what_the_layout_left_out() -> None:

@@ -18,13 +18,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from pwfn import Config, PeerError, Team, compress, load
+from pwfn import Config, GaussianNetwork, PeerError, Team, compress, load
+from pwfn.batches import Source
 from pwfn.data import TensorLoader
 from pwfn.errors import ConfigError, PwfnError
 from pwfn.options import RunOptions
+from pwfn.posterior import curvature_sigma
 from pwfn.runs import run
+from pwfn.scoring import Objective
+from pwfn.sections import Precision
 from pwfn.team import Processes, end_process, launched, team_for
+from pwfn.training import diagonal_fisher
 from pwfn.watching import Lines
 
 CPU = torch.device("cpu")
@@ -166,6 +172,20 @@ def test_two_processes_end_alike_whatever_the_method() -> None:
         assert [values, untouched] == second[name], name
         learned = [key for key in untouched if key.startswith("pwfn_activations")]
         assert bool(learned) == (not name.endswith("None"))
+
+
+def test_the_curvature_is_the_mean_over_the_processes() -> None:
+    shares = []
+    for rank in range(2):
+        net = GaussianNetwork(curved())
+        batches = Source("data", data(rank, 2, 8), CPU).endless()
+        task = Objective(F.cross_entropy)
+        shares.append(diagonal_fisher(net, net.free_mu, batches, 3, task, Precision.FP32, "here"))
+    assert not torch.allclose(shares[0], shares[1])
+    expected = curvature_sigma((shares[0] + shares[1]) / 2, 2.0**-11, 0.05)
+    first, second = together("curvature")
+    assert first == second
+    torch.testing.assert_close(torch.tensor(first), expected)
 
 
 def test_each_process_draws_its_own_noise() -> None:
@@ -341,6 +361,26 @@ def job_methods(team: Processes) -> Any:
             result.compressed.values().tolist(),
             {key: value.tolist() for key, value in untouched.items()},
         ]
+    return found
+
+
+def curved() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+
+def job_curvature(team: Processes) -> Any:
+    """Sigma after a stretch in which it does not learn."""
+    found: list[float] = []
+
+    def keep(progress: Any, ends: bool) -> None:
+        state = progress().state  # taken by all processes together
+        found[:] = found or state["free_sigma"].tolist()
+
+    config = CONFIG.override(
+        {"posterior.init": "curvature", "posterior.curvature_batches": 3, "posterior.learn_sigma": False}
+    )
+    compress(curved(), data(team.rank, team.world, 8), None, config, keep=keep, team=team)
     return found
 
 

@@ -24,7 +24,7 @@ from pwfn.errors import DataError, DivergedError, LayoutError, TooLargeError
 from pwfn.randomness import seeded
 from pwfn.scoring import Objective, Scores, accuracy, divergence, evaluate
 from pwfn.sections import Precision, TrainingConfig
-from pwfn.training import fit, reestimate_batchnorm, steps_in
+from pwfn.training import diagonal_fisher, fit, reestimate_batchnorm, steps_in
 
 CPU = torch.device("cpu")
 PLAIN = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=0.1)
@@ -994,3 +994,76 @@ def test_scores_in_float32_are_of_float32_in_full_and_the_users_choice_comes_bac
         evaluate(Watched(4, 3), source, Objective(F.cross_entropy), None, precision)
     assert flags == ["ieee", "ieee", *before]
     assert (cudnn.conv.fp32_precision, cuda.matmul.fp32_precision) == before
+
+
+# The curvature of the loss
+
+
+def fisher(net: GaussianNetwork, loader: Iterable[Any], count: int, loss_fn: Any) -> Tensor:
+    batches = source(loader).endless()
+    where = "the curvature"
+    return diagonal_fisher(net, net.free_mu, batches, count, Objective(loss_fn), Precision.FP32, where)
+
+
+def test_the_fisher_of_a_line_by_hand() -> None:
+    """y = w x + b, loss mean (y - t)^2: a batch's gradient is 2 mean((y - t) x) and 2 mean(y - t)."""
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        model.bias.fill_(1.0)
+    # y - t is 1 and 3 for x of 1 and 2, then -1 for x of 3: gradients (7, 4) of two, (-6, -2) of one.
+    data = [
+        (torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0], [2.0]])),
+        (torch.tensor([[3.0]]), torch.tensor([[8.0]])),
+    ]
+    net = GaussianNetwork(model)
+    assert fisher(net, data, 2, F.mse_loss).tolist() == [(2 * 49 + 36) / 2, (2 * 16 + 4) / 2]
+    assert fisher(net, data, 1, F.mse_loss).tolist() == [2 * 49, 2 * 16]
+    # more batches than the loader has: it begins again
+    assert fisher(net, data, 3, F.mse_loss).tolist() == pytest.approx([(4 * 49 + 36) / 3, (4 * 16 + 4) / 3])
+
+
+def test_the_fisher_is_of_the_network_as_it_came_and_leaves_it_so() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 4)
+    )
+    data = [(torch.randn(8, 1, 4, 4), torch.randint(0, 4, (8,))) for _ in range(3)]
+    net = GaussianNetwork(model, Config().override({"posterior.init": "constant"})).train()
+    state = {name: value.clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    with torch.no_grad():  # as a run calls it
+        found = fisher(net, data, 3, F.cross_entropy)
+    assert net.training
+    assert net.model[1].training
+    assert net.free_mu.grad is None
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in state.items())
+    expected = torch.zeros_like(found)
+    model.eval()
+    for x, y in data:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        pieces = [p.grad.flatten() for name, p in model.named_parameters() if not name.startswith("1.")]
+        expected += 8 * torch.cat(pieces).square() / 3
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_fisher_of_noise_is_its_curvature() -> None:
+    """Where targets are the network's own and Gaussian noise of variance 1/2, the Fisher is the Hessian."""
+    torch.manual_seed(1)
+    x = torch.randn(20_000, 3, dtype=torch.float64) * torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    model = nn.Linear(3, 1, bias=False).double()
+    with torch.no_grad():
+        y = model(x) + torch.randn(20_000, 1, dtype=torch.float64) * math.sqrt(0.5)
+    net = GaussianNetwork(model)
+    hessian = 2 * x.square().mean(0)  # of mean (y - w x)^2
+    for size in (1, 10):
+        data = list(zip(x.split(size), y.split(size), strict=True))
+        found = fisher(net, data, len(data), F.mse_loss)
+        # 2000 squares of normal numbers and more: their mean is right to 1 / sqrt(1000), times three
+        torch.testing.assert_close(found, hessian, rtol=0.1, atol=0)
+
+
+def test_a_loss_without_gradient_has_no_curvature() -> None:
+    net = GaussianNetwork(nn.Linear(2, 1))
+    data = [(torch.randn(4, 2), torch.randn(4, 1))]
+    with pytest.raises(DataError, match="the curvature, batch 1: the loss has no gradient"):
+        fisher(net, data, 1, lambda output, target: output.detach().mean())

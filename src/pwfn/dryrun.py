@@ -78,7 +78,9 @@ def forecast(options: RunOptions, config: Config, team: Team | None = None) -> F
     step_seconds = _step_seconds(run)
     memory = _peak_bytes(team.device)
     scoring_seconds = _scoring_seconds(run)
-    net, fixing_seconds = _fixed(methods.of(config)(found.model, config).to(team.device), run)
+    fresh = methods.of(config)(found.model, config).to(team.device)
+    run.begin(fresh)
+    net, fixing_seconds = _fixed(fresh, run)
     compressed = net.finish()
     pool = Pool.of(compressed.values())
     steps, finish = sum(run.stretches()), config.finish
@@ -107,7 +109,7 @@ def forecast(options: RunOptions, config: Config, team: Team | None = None) -> F
 def _step_seconds(run: Run) -> float:
     """Of a real step; the network trained on the way is not used for anything else."""
     batches = run.train.endless()
-    run.begin()
+    run.begin(run.net)
     optimizer = torch.optim.SGD(run.net.parameters(), lr=0.0, momentum=run.config.training.momentum)
 
     def step() -> None:

@@ -48,7 +48,8 @@ class FlatOptimizer(ABC):
 
         Args:
             net: the network; one process, one device.
-            lr, sigma_lr: for mu and the uncompressed parameters, and for sigma (lr unless given).
+            lr, sigma_lr: for mu and the uncompressed parameters, and for sigma (lr unless given; none
+                where ``posterior.learn_sigma`` is off).
             weight_decay: on all but sigma.
             clip_norm: largest norm of the task's gradient, over mu, sigma and the uncompressed.
             dtype: of the weights in the forward pass; mu's own unless given. Under bfloat16
@@ -58,7 +59,7 @@ class FlatOptimizer(ABC):
         if any(entry.dtype != net.free_mu.dtype for entry in net.layout.entries):
             raise WeightError("the model's weights are of several types: use a torch optimiser")
         self.net, self.seed, self.count = net, seed, 0
-        self._rates = lr, lr if sigma_lr is None else sigma_lr
+        self._rates = lr, net.config.posterior.sigma_rate(lr, sigma_lr)
         self.lr, self.sigma_lr = self._rates
         self.weight_decay, self.clip_norm = weight_decay, clip_norm
         self.others = [p for p in net.model.parameters() if p.requires_grad]
@@ -229,7 +230,7 @@ class FlatSGD(FlatOptimizer):
             sigma_lr=self.sigma_lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
-            alpha=posterior.alpha,
+            alpha=posterior.strength,
             cap=posterior.cap,
             **at,
         )
@@ -273,7 +274,7 @@ class FlatAdamW(FlatOptimizer):
             beta1=self.betas[0],
             beta2=self.betas[1],
             weight_decay=self.weight_decay,
-            alpha=posterior.alpha,
+            alpha=posterior.strength,
             cap=posterior.cap,
             count=self.count,
             **at,

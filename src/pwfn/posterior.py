@@ -31,6 +31,7 @@ SIGMA_FLOOR = 2.0**-30
 
 _INITIAL_SCALE = 0.0025
 _INITIAL_LARGEST = 0.05
+_LEAST_CURVATURE = 1e-30  # so that no weight, be it without any effect, divides by zero
 
 
 def initial_sigma(weight: Tensor) -> Tensor:
@@ -62,6 +63,32 @@ def initial_sigma(weight: Tensor) -> Tensor:
         return torch.full_like(weight, SIGMA_FLOOR, requires_grad=False)
     sigma = (_INITIAL_SCALE * d / quartile).clamp(SIGMA_FLOOR, _INITIAL_LARGEST)
     return sigma.view(weight.shape)
+
+
+def relative_sigma(weight: Tensor, share: float) -> Tensor:
+    """Sigma in proportion to the weight, ``sigma = max(share * |mu|, 2^-30)``: WFN's view.
+
+    >>> relative_sigma(torch.tensor([0.5, -2.0, 0.0]), 0.25).tolist() == [0.125, 0.5, 2**-30]
+    True
+    """
+    return (share * weight.detach().abs()).clamp_min(SIGMA_FLOOR)
+
+
+def curvature_sigma(curvature: Tensor, scale: float, cap: float, *, root: bool = False) -> Tensor:
+    """Sigma from the curvature h of the loss, ``clamp(scale / (h + 1e-30), 2^-30, cap)``.
+
+    Noise of spread sigma costs the loss ``h sigma^2 / 2``, and the regulariser gives ``alpha sigma``
+    for it: with ``scale = alpha`` this is where the two balance, and where a sigma that learns would
+    settle. With ``root``, ``scale / (sqrt(h) + 1e-30)``: the noise of each weight costs the loss the
+    same, ``scale^2 / 2``.
+
+    >>> curvature_sigma(torch.tensor([0.0, 0.25, 1.0]), 0.125, 0.375).tolist()
+    [0.375, 0.375, 0.125]
+    >>> curvature_sigma(torch.tensor([0.0, 0.25, 1.0]), 0.125, 0.375, root=True).tolist()
+    [0.375, 0.25, 0.125]
+    """
+    h = curvature.sqrt() if root else curvature
+    return (scale / (h + _LEAST_CURVATURE)).clamp(SIGMA_FLOOR, max(cap, SIGMA_FLOOR))
 
 
 def _third_quartile(values: Tensor) -> float:
@@ -169,10 +196,33 @@ class GaussianNetwork(WeightNetwork):
         self.fixed_mu, self.fixed_sigma = self.free_mu.detach(), self.free_sigma.detach()
         self._shares = True
 
+    @torch.no_grad()
+    def take_curvature(self, curvature: Tensor) -> None:
+        """Let sigma start from the curvature of the loss at every weight; see :func:`curvature_sigma`.
+
+        For ``posterior.init`` of ``curvature`` and ``curvature_root``, which ``compress`` does by itself.
+
+        >>> net = GaussianNetwork(nn.Linear(2, 1), Config().override({"posterior.init": "curvature"}))
+        >>> net.take_curvature(torch.tensor([0.0, 0.5, 1.0]))
+        >>> net.sigma.tolist() == [0.05000000074505806, 2**-10, 2**-11]
+        True
+        """
+        p = self.config.posterior
+        if curvature.shape != self.free_sigma.shape or not bool((curvature >= 0).all()):
+            raise WeightError("the curvature must be a number of at least 0 for every weight of the layout")
+        if not bool(torch.isfinite(curvature).all()) or not bool(curvature.any()):
+            raise WeightError(
+                "the curvature is zero for every weight, or not finite for one: look for a loss that does "
+                "not depend on the weights, or for NaN in the data"
+            )
+        root = p.init is SigmaInit.CURVATURE_ROOT
+        sigma = curvature_sigma(curvature, p.curvature_scale, p.cap, root=root)
+        self.free_sigma.copy_(torch.where(self.fixed, self.free_sigma, sigma))
+
     def penalty(self) -> Tensor:
         """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3)."""
         short = torch.relu(self.config.posterior.cap - self.free_sigma)
-        return self.config.posterior.alpha * short.masked_fill(self.fixed, 0).sum()
+        return self.config.posterior.strength * short.masked_fill(self.fixed, 0).sum()
 
     def fix(self, fraction: float) -> FixRecord:
         """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`."""
@@ -239,13 +289,17 @@ class GaussianNetwork(WeightNetwork):
     def parameter_groups(
         self, *, lr: float, sigma_lr: float | None = None, weight_decay: float = 0.0
     ) -> list[dict[str, Any]]:
-        """Groups for any torch optimiser, with weight decay on all but sigma."""
+        """Groups for any torch optimiser, with weight decay on all but sigma.
+
+        With ``posterior.learn_sigma`` off, sigma's learning rate is zero, whatever is given. It is part
+        of the gradient's norm all the same, so that runs with and without are clipped alike.
+        """
         others = [p for p in self.parameters() if p is not self.free_sigma]
         return [
             {"params": others, "lr": lr, "weight_decay": weight_decay},
             {
                 "params": [self.free_sigma],
-                "lr": lr if sigma_lr is None else sigma_lr,
+                "lr": self.config.posterior.sigma_rate(lr, sigma_lr),
                 "weight_decay": 0.0,
             },
         ]
@@ -300,4 +354,7 @@ class GaussianNetwork(WeightNetwork):
 def _starting_sigma(mu: Tensor, layout: Layout, config: PosteriorConfig) -> Tensor:
     if config.init is SigmaInit.CONSTANT:
         return torch.full_like(mu, config.constant_sigma)
+    if config.init is SigmaInit.RELATIVE:
+        return relative_sigma(mu, config.relative_sigma)
+    # Curvature is not known before data are: it comes by take_curvature, and until then sigma is this.
     return torch.cat([initial_sigma(mu[entry.span]) for entry in layout.entries])

@@ -35,6 +35,7 @@ from pwfn.training import (
     Fitting,
     FlatStepper,
     Stepper,
+    diagonal_fisher,
     fit,
     reestimate_batchnorm,
     stepper_for,
@@ -84,7 +85,7 @@ class Run:
         self._began = time.perf_counter() - progress.seconds
         if progress.state is None:
             progress.before = self.scores(self.original, Precision.FP32)
-            self.begin()
+            self.begin(self.net)
             progress.start = observed.at_start(self.net.layout, self.net.in_force())
         progress.restore(self.net)
         self.batches = self.train.endless(progress.batches)
@@ -109,16 +110,22 @@ class Run:
                 progress.finished = number + 1
                 self.advance()
 
-    def begin(self) -> None:
-        """Let the method look at one batch, if it wants to, before the run's own are begun."""
+    def begin(self, net: Method) -> None:
+        """Let the method look at some batches, if it wants to, before the run's own are begun."""
 
         def through(module: nn.Module) -> object:
             return next(self.train.endless()).through(module, "the first batch")
 
+        def fisher(parameter: nn.Parameter, count: int) -> Tensor:
+            # Of the labels' loss in any case: a divergence from the original has no gradient there.
+            task, precision = Objective(self.objective.loss_fn), self.config.training.precision
+            batches, where = self.train.endless(), "the curvature"
+            return diagonal_fisher(net, parameter, batches, count, task, precision, where, self.team)
+
         with torch.no_grad():
-            self.net.begin(through)
+            net.begin(through, fisher)
         if self.team.world > 1:  # each has seen a batch of its own: all begin as the first does
-            self.net.load_state_dict(self.team.first(lambda: _on_cpu(self.net.state_dict())))
+            net.load_state_dict(self.team.first(lambda: _on_cpu(net.state_dict())))
 
     def advance(self) -> None:
         """Note where the run is, between two stretches of training."""

@@ -38,6 +38,9 @@ class SigmaInit(StrEnum):
 
     POWERS = "powers"  # by relative distance to the powers of two on either side: the prior
     CONSTANT = "constant"  # one value for all: the paper's "no prior"
+    RELATIVE = "relative"  # in proportion to |mu|: WFN's view of what a weight may move
+    CURVATURE = "curvature"  # scale / h, with h the diagonal Fisher: where alpha and the loss balance
+    CURVATURE_ROOT = "curvature_root"  # scale / sqrt(h): every weight's noise costs the loss the same
 
 
 class FixedSigma(StrEnum):
@@ -97,9 +100,38 @@ class PosteriorConfig(Section):
     constant_sigma: float = setting(
         1e-3, Number(0, above_low=True), 'the starting sigma for init = "constant"'
     )
+    relative_sigma: float = setting(
+        0.05, Number(0, above_low=True), 'the starting sigma for init = "relative", as a share of |mu|'
+    )
+    curvature_batches: int = setting(
+        32, Number(1, whole=True), "batches that the curvature h is gathered from, before training"
+    )
+    curvature_scale: float = setting(
+        2**-11,
+        Number(0, above_low=True),
+        'sigma = scale / h for init = "curvature", scale / sqrt(h) for "curvature_root"; at most the cap',
+    )
     alpha: float = setting(2**-11, Number(0), "strength of the regulariser")
     cap: float = setting(0.05, Number(0, above_low=True), "S: sigma above it is not rewarded")
+    learn_sigma: bool = setting(
+        True, Switch(), "off: a free weight keeps the sigma it starts with, and there is no regulariser"
+    )
     noise_on_fixed: bool = setting(True, Switch(), "fixed weights are sampled in training too")
+
+    @property
+    def strength(self) -> float:
+        """Of the regulariser in force: alpha, or nothing where sigma does not learn."""
+        return self.alpha if self.learn_sigma else 0.0
+
+    def sigma_rate(self, lr: float, sigma_lr: float | None) -> float:
+        """The learning rate of sigma: its own, else that of all; zero where it does not learn.
+
+        >>> PosteriorConfig().sigma_rate(0.1, None), PosteriorConfig(learn_sigma=False).sigma_rate(0.1, 1.0)
+        (0.1, 0.0)
+        """
+        if not self.learn_sigma:
+            return 0.0
+        return lr if sigma_lr is None else sigma_lr
 
 
 @dataclass(frozen=True)

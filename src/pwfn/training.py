@@ -337,6 +337,41 @@ def reestimate_batchnorm(
     return len(done)
 
 
+def diagonal_fisher(
+    net: WeightNetwork,
+    parameter: nn.Parameter,
+    batches: Iterator[Batch],
+    count: int,
+    objective: Objective,
+    precision: Precision,
+    where: str,
+    team: Team | None = None,
+) -> Tensor:
+    """The diagonal of the empirical Fisher, ``h = mean over batches of size * g^2``, g by the parameter.
+
+    At a minimum the gradients of examples add up to nothing, so that the square of a batch's mean
+    gradient is that of one example, on average, over the batch's size: the factor makes h the Fisher of
+    an example, whatever the size, which stands for the curvature of the loss. The network is in
+    evaluation mode with noise off. Gradients in fp16 would vanish without a scale: they are in fp32.
+    """
+    total = torch.zeros_like(parameter, requires_grad=False)
+    precision = Precision.FP32 if precision is Precision.FP16 else precision
+    with evaluating(net), net.sampling(False), torch.enable_grad():
+        for number in range(1, count + 1):
+            batch, place = next(batches), f"{where}, batch {number}"
+            with autocast(net.device, precision):
+                loss = objective(net, batch, place)
+            try:
+                (gradient,) = torch.autograd.grad(loss, parameter)
+            except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
+                if is_out_of_memory(error):
+                    raise batch.too_large(place) from error
+                raise DataError(f"{place}: the loss has no gradient: {cause(error)}") from error
+            total.addcmul_(gradient, gradient, value=batch.size / count)
+    (team or Team(net.device)).average_([total])
+    return total
+
+
 def _statistics(layer: nn.Module) -> list[Tensor]:
     return [buffer for buffer in layer.buffers(recurse=False) if buffer.is_floating_point()]
 

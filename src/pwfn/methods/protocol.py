@@ -18,6 +18,12 @@ from pwfn.flat import FlatOptimizer
 from pwfn.network import WeightNetwork
 from pwfn.sections import Optimizer
 
+Through = Callable[[nn.Module], object]
+"""Puts one batch of training data through a module."""
+
+Fisher = Callable[[nn.Parameter, int], Tensor]
+"""The diagonal Fisher of the task's loss by a parameter, over so many batches of every process."""
+
 
 class Stretch(NamedTuple):
     """One stretch of training and where the network is after it."""
@@ -70,8 +76,11 @@ class Method(WeightNetwork):
         done = [min(float(number), epochs) for number in range(count + 1)]
         return tuple(Stretch(done[i] - done[i - 1], i / count) for i in range(1, count + 1))
 
-    def begin(self, through: Callable[[nn.Module], object]) -> None:
-        """Before the first step: ``through`` puts one batch of training data through a module."""
+    def begin(self, through: Through, fisher: Fisher) -> None:
+        """Before the first step: a look at the data, and at the loss's curvature in the weights as they came.
+
+        Both are computed only if they are called.
+        """
         return
 
     def rehearse(self, steps: int) -> None:

@@ -9,9 +9,18 @@ from torch import Tensor
 
 from pwfn.config import Config
 from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
-from pwfn.methods.protocol import Between, InForce, Method, Stretch, rounds_of_fixing, torch_optimizer
+from pwfn.methods.protocol import (
+    Between,
+    Fisher,
+    InForce,
+    Method,
+    Stretch,
+    Through,
+    rounds_of_fixing,
+    torch_optimizer,
+)
 from pwfn.posterior import GaussianNetwork
-from pwfn.sections import Optimizer, Precision
+from pwfn.sections import Optimizer, Precision, SigmaInit
 
 
 class Pwfn(GaussianNetwork, Method):
@@ -31,15 +40,20 @@ class Pwfn(GaussianNetwork, Method):
         """A stretch of training before every fixing."""
         return rounds_of_fixing(config)
 
+    def begin(self, through: Through, fisher: Fisher) -> None:
+        """Sigma starts from the curvature, where the settings have it so."""
+        posterior = self.config.posterior
+        if posterior.init in (SigmaInit.CURVATURE, SigmaInit.CURVATURE_ROOT):
+            self.take_curvature(fisher(self.free_mu, posterior.curvature_batches))
+
     def rehearse(self, steps: int) -> None:
         """What the regulariser alone does to sigma.
 
         With momentum m a step moves it by ``sigma_lr * alpha / (1 - m)``, up to the cap.
         """
         training, posterior = self.config.training, self.config.posterior
-        rate = training.sigma_learning_rate
-        rate = training.learning_rate if rate is None else rate
-        way = steps * rate * posterior.alpha / max(1 - training.momentum, 1e-3)
+        rate = posterior.sigma_rate(training.learning_rate, training.sigma_learning_rate)
+        way = steps * rate * posterior.strength / max(1 - training.momentum, 1e-3)
         with torch.no_grad():
             moved = torch.maximum(self.free_sigma, (self.free_sigma + way).clamp_max(posterior.cap))
             self.free_sigma.copy_(torch.where(self.fixed, self.free_sigma, moved))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,7 +18,7 @@ from pwfn.config import Config
 from pwfn.errors import ConfigError, WeightError
 from pwfn.flat import FlatOptimizer
 from pwfn.layout import Entry, Layout, held, untouched
-from pwfn.methods.protocol import Between, Method, torch_optimizer
+from pwfn.methods.protocol import Between, Fisher, Method, Through, torch_optimizer
 from pwfn.sections import Codebooks
 
 END_BITS = 8
@@ -78,7 +78,7 @@ class Quantised(Method):
         """Along which axis every channel has a codebook of its own; None: one for the tensor."""
         return None if self.codebooks is Codebooks.LAYER else entry.output_axis
 
-    def begin(self, through: Callable[[nn.Module], object]) -> None:
+    def begin(self, through: Through, fisher: Fisher) -> None:
         """Quantisers of activations take their starting values from a batch."""
         if hasattr(self.model, NAME):
             with activations.observing(self.model):
