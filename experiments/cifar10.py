@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pwfn import Config, load
+from pwfn import Config, load, methods
 from pwfn.filescores import evaluate_file
 from pwfn.inspection import inspect
 from pwfn.options import RunOptions
@@ -103,9 +103,7 @@ def _file_facts(path: Path) -> dict[str, Any]:
 
 def _epochs(config: Config) -> float:
     """Epochs of training, polish included."""
-    schedule = config.schedule
-    rounds = schedule.warmup_epochs + schedule.epochs_per_round * (len(schedule.fractions) - 1)
-    return rounds + config.finish.polish_epochs
+    return sum(stretch.epochs for stretch in methods.of(config).plan(config)) + config.finish.polish_epochs
 
 
 def _device_name(device: str | None) -> str:

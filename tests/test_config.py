@@ -112,6 +112,13 @@ def fractions() -> Case:
     return Case(bad, [[1], [0.5, 1.0], (0.2, 1)], allowed, inner.map(lambda xs: (*xs, 1.0)))
 
 
+def numbers() -> Case:
+    bad = [1.0, "1.0", "Off", [], [-0.1], [1.0, math.nan], ["1"], [True], [None], [math.inf], {}]
+    valid = st.none() | st.lists(AT_LEAST_0, min_size=1).map(tuple)
+    good = [[0], (0.5, 3), [1e300], None, "off"]
+    return Case(bad, good, 'a list of numbers of at least 0, or "off"', valid)
+
+
 TINY = 5e-324
 AT_LEAST_0_CASE = number("a number of at least 0", [-TINY, -1, 10**400], [0, 1, 0.0, 1e300], AT_LEAST_0)
 ABOVE_0_CASE = number("a number above 0", [0, 0.0, -0.0, -1, 10**400], [TINY, 1, 2.5], ABOVE_0)
@@ -186,6 +193,7 @@ CASES: dict[str, Case] = {
     "schedule.fractions": fractions(),
     "schedule.warmup_epochs": AT_LEAST_0_CASE,
     "schedule.epochs_per_round": AT_LEAST_0_CASE,
+    "schedule.epochs_of_rounds": numbers(),
     "schedule.epochs": AT_LEAST_0_CASE,
     "finish.reestimate_batchnorm": switch(),
     "finish.reestimate_epochs": ABOVE_0_CASE,

@@ -311,6 +311,24 @@ def test_precision_holds_in_training_and_on_the_way_before_and_after_are_in_floa
         assert set(seen[2:-2]) == {dtype}
 
 
+def test_each_round_may_have_its_own_length() -> None:
+    made = task("classification")  # six batches an epoch
+    config = BRIEF.override({"schedule.epochs_of_rounds": [0.5, 0, 2]})
+    result = compress(made.model, made.train, None, config)
+    assert [done.steps for done in result.rounds] == [3, 0, 12]
+    assert result.epochs == pytest.approx(2.5 + 1)  # and polish
+    equal = {"schedule.epochs_of_rounds": [BRIEF.schedule.warmup_epochs, 1, 1]}
+    one, two = (compress(made.model, made.train, None, each) for each in (BRIEF, BRIEF.override(equal)))
+    assert torch.equal(one.compressed.values(), two.compressed.values())
+
+
+def test_lengths_that_do_not_fit_the_rounds_are_refused() -> None:
+    config = BRIEF.override({"schedule.epochs_of_rounds": [1, 2]})
+    words = r"schedule.epochs_of_rounds has 2 numbers for the 3 of schedule.fractions: give one for each"
+    with pytest.raises(ConfigError, match=words):
+        compress(nn.Linear(4, 2), tiny_data(2), None, config)
+
+
 # Sigma from the curvature of the loss
 
 

@@ -95,6 +95,27 @@ class Fractions:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """A check for a list of numbers, each of at least 0, that may be off."""
+
+    def allowed(self) -> str:
+        """What is allowed, for messages."""
+        return 'a list of numbers of at least 0, or "off"'
+
+    def __call__(self, value: Any) -> tuple[float, ...] | None:
+        """The value as it is kept; ValueError where it is not allowed."""
+        if value is None or value == "off":
+            return None
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError
+        each = Number(0)
+        numbers = tuple(each(item) for item in value)
+        if not numbers:
+            raise ValueError
+        return numbers
+
+
+@dataclass(frozen=True)
 class Selectors:
     """A check for patterns of names and types of modules."""
 
@@ -117,7 +138,7 @@ class Selectors:
         return item
 
 
-Check: TypeAlias = Number | Choice | Switch | Fractions | Selectors
+Check: TypeAlias = Number | Choice | Switch | Fractions | Numbers | Selectors
 
 
 def setting(default: Any, check: Check, help: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pwfn.checks import Choice, Fractions, Number, Section, Selectors, Switch, setting
+from pwfn.checks import Choice, Fractions, Number, Numbers, Section, Selectors, Switch, setting
 
 PAPER_FRACTIONS: tuple[float, ...] = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 1.0)
 """Fraction of all weights that is fixed after each of the ten rounds."""
@@ -238,6 +238,11 @@ class ScheduleConfig(Section):
     )
     warmup_epochs: float = setting(0.05, Number(0), "trained before the first round's fixing")
     epochs_per_round: float = setting(3.0, Number(0), "trained before each other fixing")
+    epochs_of_rounds: Sequence[float] | None = setting(
+        None,
+        Numbers(),
+        "trained before each fixing, a number for each fraction, in place of the two above",
+    )
     epochs: float = setting(27.0, Number(0), "trained in all, by methods that do not fix in rounds")
 
 

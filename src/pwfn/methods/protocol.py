@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pwfn.clustering import FixRecord
 from pwfn.compressed import Compressed
 from pwfn.config import Config
+from pwfn.errors import ConfigError
 from pwfn.flat import FlatOptimizer
 from pwfn.network import WeightNetwork
 from pwfn.sections import Optimizer
@@ -134,7 +135,19 @@ def torch_optimizer(groups: list[dict[str, Any]], config: Config) -> torch.optim
 
 
 def rounds_of_fixing(config: Config) -> tuple[Stretch, ...]:
-    """A stretch before every fixing: a short one first, then equal ones."""
+    """A stretch before every fixing: a short one first, then equal ones; or as long as the settings list.
+
+    >>> changes = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_of_rounds": [0.5, 4]}
+    >>> [tuple(stretch) for stretch in rounds_of_fixing(Config().override(changes))]
+    [(0.5, 0.5), (4.0, 1.0)]
+    """
     schedule = config.schedule
     rest = [schedule.epochs_per_round] * (len(schedule.fractions) - 1)
-    return tuple(map(Stretch, (schedule.warmup_epochs, *rest), schedule.fractions))
+    listed = schedule.epochs_of_rounds
+    epochs = (schedule.warmup_epochs, *rest) if listed is None else tuple(listed)
+    if len(epochs) != len(schedule.fractions):
+        raise ConfigError(
+            f"schedule.epochs_of_rounds has {len(epochs)} numbers for the {len(schedule.fractions)} of "
+            "schedule.fractions: give one for each"
+        )
+    return tuple(map(Stretch, epochs, schedule.fractions))
