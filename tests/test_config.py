@@ -187,6 +187,10 @@ CASES: dict[str, Case] = {
     "training.accumulate": number(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 8, 2.0], st.integers(1, 10**6)
     ),
+    "training.distill": switch(),
+    "training.distill_share": number(
+        "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.5, 1], st.floats(0, 1)
+    ),
     "training.steps_per_epoch": optional(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 391, 3.0], st.integers(1, 10**12)
     ),

@@ -422,6 +422,39 @@ def test_the_original_teaches_on_unlabelled_data() -> None:
     assert not torch.equal(labelled.compressed.values(), result.compressed.values())
 
 
+def test_distillation_as_a_setting_trains_as_the_argument_does_and_is_scored_by_the_labels() -> None:
+    made, labelled = compressed_task("classification")
+    setting = SHORT.override({"training.distill": True})
+    found = compress(made.model, made.train, made.val, setting)
+    argument = compress(made.model, made.train, made.val, SHORT, distill=True)
+    assert torch.equal(found.compressed.values(), argument.compressed.values())
+    assert [done.loss for done in found.rounds] == [done.loss for done in argument.rounds]
+    assert found.before == labelled.before  # loss and accuracy
+    model = found.model()
+    with torch.no_grad():
+        x, y = (torch.cat(parts) for parts in zip(*made.val, strict=True))
+        loss = F.cross_entropy(model(x), y).item()
+    assert found.after is not None
+    assert found.after.loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_share_of_nothing_is_the_labels_and_half_is_neither() -> None:
+    made, labelled = compressed_task("classification")
+
+    def values(share: float) -> Tensor:
+        settings = {"training.distill": True, "training.distill_share": share}
+        return compress(made.model, made.train, made.val, SHORT.override(settings)).compressed.values()
+
+    none, half, whole = (values(share) for share in (0.0, 0.5, 1.0))
+    assert torch.equal(none, labelled.compressed.values())
+    assert not torch.equal(half, none)
+    assert not torch.equal(half, whole)
+    # Without the switch the share has no meaning.
+    share = SHORT.override({"training.distill_share": 0.5})
+    off = compress(made.model, made.train, made.val, share)
+    assert torch.equal(off.compressed.values(), labelled.compressed.values())
+
+
 def test_a_divergence_of_ones_own() -> None:
     """Labels are nonsense here and must not matter; nor is there an accuracy of a regression."""
     made = task("regression")

@@ -996,6 +996,28 @@ def test_scores_in_float32_are_of_float32_in_full_and_the_users_choice_comes_bac
     assert (cudnn.conv.fp32_precision, cuda.matmul.fp32_precision) == before
 
 
+# A teacher and the labels, both
+
+
+def test_a_blend_of_divergence_and_labels_by_hand() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tensor([[0.0, 0.0]])
+
+    output = torch.log(torch.tensor([[0.25, 0.75]]))
+    batch = Batch((torch.zeros(1, 1),), {}, torch.tensor([0]))
+    # sum p log(p / q) for p = 1/2, 1/2 and q = 1/4, 3/4; the label's own -log(1/4)
+    taught, labelled = 0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(4)
+    for share in (0.0, 0.25, 1.0):
+        blend = Objective(F.cross_entropy, Fixed(), divergence, share)
+        expected = share * taught + (1 - share) * labelled
+        assert blend.of_output(output, batch, "here").item() == pytest.approx(expected, rel=1e-5)
+    unlabelled = Batch(batch.args, {}, None)
+    assert Objective(F.cross_entropy, Fixed(), divergence).of_output(output, unlabelled, "here") > 0
+    with pytest.raises(DataError, match="here has no target"):
+        Objective(F.cross_entropy, Fixed(), divergence, 0.5).of_output(output, unlabelled, "here")
+
+
 # The curvature of the loss
 
 

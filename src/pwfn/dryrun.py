@@ -141,7 +141,7 @@ def _scoring_seconds(run: Run) -> float:
 
     def score() -> None:
         with torch.no_grad():
-            float(run.objective(run.original, batch, "test data, batch 1"))
+            float(run.scored(run.original, batch, "test data, batch 1"))
 
     score()
     count = len(run.val.loader)  # type: ignore[arg-type]  # sources by name have a length

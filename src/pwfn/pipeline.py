@@ -84,7 +84,8 @@ def compress(
         metric: a mean over the batch to report beside the loss; accuracy for cross entropy, unless
             ``distill`` is a function.
         distill: ``True``: the loss is the divergence from the original network's softmax output,
-            so that unlabelled data will do; or a function of output and original output.
+            so that unlabelled data will do; or a function of output and original output. Scores are
+            by it too. (With ``training.distill`` only training is; ``training.distill_share`` is for both.)
         device: where to run; the model's own unless given.
         on_round: called after every round with the progress so far.
         on_pulse: called a few times a second in training.

@@ -76,7 +76,13 @@ class Run:
         classifies = is_cross_entropy and compare in (None, divergence)
         self.metric = metric or (accuracy if classifies else None)
         check_target(config.target, self.val is not None and self.metric is not None)
-        self.objective = Objective(loss_fn, self.original if compare else None, compare)
+        share = config.training.distill_share
+        self.task = Objective(loss_fn)
+        self.objective = Objective(loss_fn, self.original, compare, share) if compare else self.task
+        # What a run is scored by: the argument replaces the task, the setting only how it is trained.
+        self.scored = self.objective
+        if compare is None and config.training.distill:
+            self.objective = Objective(loss_fn, self.original, divergence, share)
         self.epoch = self.train.steps_per_epoch(config.training)  # in batches
 
     def whole(self, on_round: Callable[[Progress], None] | None) -> None:
@@ -118,9 +124,9 @@ class Run:
 
         def fisher(parameter: nn.Parameter, count: int) -> Tensor:
             # Of the labels' loss in any case: a divergence from the original has no gradient there.
-            task, precision = Objective(self.objective.loss_fn), self.config.training.precision
-            batches, where = self.train.endless(), "the curvature"
-            return diagonal_fisher(net, parameter, batches, count, task, precision, where, self.team)
+            batches, precision = self.train.endless(), self.config.training.precision
+            where = "the curvature"
+            return diagonal_fisher(net, parameter, batches, count, self.task, precision, where, self.team)
 
         with torch.no_grad():
             net.begin(through, fisher)
@@ -338,9 +344,7 @@ class Run:
         precision = precision or self.config.training.precision
         # Processes may have unlike numbers of batches, so that they could not agree to stop here.
         between = self.between if self.team.world == 1 else None
-        return evaluate(
-            model, self.val, self.objective, self.metric, precision, team=self.team, between=between
-        )
+        return evaluate(model, self.val, self.scored, self.metric, precision, team=self.team, between=between)
 
 
 def _read(content: bytes) -> Compressed:

@@ -25,11 +25,15 @@ _TYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 @dataclass(frozen=True)
 class Objective:
-    """The task's loss of a batch, and the divergence from the original network if it teaches."""
+    """The task's loss of a batch, and the divergence from the original network if it teaches.
+
+    Then it is ``share * divergence + (1 - share) * loss_fn``; with a share of 1 labels are not needed.
+    """
 
     loss_fn: LossFn
     teacher: nn.Module | None = None
     divergence: LossFn | None = None
+    share: float = 1.0  # of the divergence, where there is one
 
     def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
         """The loss of a batch."""
@@ -37,23 +41,29 @@ class Objective:
 
     def of_output(self, output: Any, batch: Batch, where: str) -> Tensor:
         """The loss of an output already computed."""
-        if self.teacher is not None and self.divergence is not None:
-            with torch.no_grad():
-                reference = batch.through(self.teacher, where)
-            compare, target = self.divergence, reference
-        elif batch.target is None:
+        if self.teacher is None or self.divergence is None:
+            return self._of_labels(output, batch, where)
+        with torch.no_grad():
+            reference = batch.through(self.teacher, where)
+        taught = _compared(self.divergence, output, reference, where)
+        if self.share == 1:
+            return taught
+        return self.share * taught + (1 - self.share) * self._of_labels(output, batch, where)
+
+    def _of_labels(self, output: Any, batch: Batch, where: str) -> Tensor:
+        if batch.target is None:
             raise DataError(f"{where} has no target: give (input, target) batches, or distill=True")
-        else:
-            compare, target = self.loss_fn, batch.target
-        try:
-            loss = compare(output, target)
-        except BATCH_ERRORS as error:
-            raise DataError(
-                f"{where}: the loss cannot take the output and the target: {cause(error)}"
-            ) from error
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
-        return loss.reshape(())
+        return _compared(self.loss_fn, output, batch.target, where)
+
+
+def _compared(compare: LossFn, output: Any, target: Any, where: str) -> Tensor:
+    try:
+        loss = compare(output, target)
+    except BATCH_ERRORS as error:
+        raise DataError(f"{where}: the loss cannot take the output and the target: {cause(error)}") from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
+    return loss.reshape(())
 
 
 def divergence(output: Tensor, reference: Tensor) -> Tensor:

@@ -221,6 +221,14 @@ class TrainingConfig(Section):
     accumulate: int = setting(
         1, Number(1, whole=True), "batches averaged into one step, each with its own noise"
     )
+    distill: bool = setting(
+        False,
+        Switch(),
+        "train by the divergence from the original network's softmax output; scores are by the labels",
+    )
+    distill_share: float = setting(
+        1.0, Number(0, 1), "share of that divergence in the loss, the labels' loss has the rest"
+    )
     steps_per_epoch: int | None = setting(
         None,
         Number(1, whole=True, optional=True),
