@@ -199,6 +199,7 @@ CASES: dict[str, Case] = {
     "schedule.epochs_per_round": AT_LEAST_0_CASE,
     "schedule.epochs_of_rounds": numbers(),
     "schedule.epochs": AT_LEAST_0_CASE,
+    "schedule.reestimate_in_rounds": switch(),
     "finish.reestimate_batchnorm": switch(),
     "finish.reestimate_epochs": ABOVE_0_CASE,
     "finish.polish_epochs": AT_LEAST_0_CASE,

@@ -329,6 +329,32 @@ def test_lengths_that_do_not_fit_the_rounds_are_refused() -> None:
         compress(nn.Linear(4, 2), tiny_data(2), None, config)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_statistics_gathered_in_rounds_change_scores_and_no_weight(fused: bool) -> None:
+    made = task("classification")
+    x, y = (torch.cat(parts) for parts in zip(*made.train, strict=True))
+
+    def result(**settings: Any) -> Result:
+        changes = {name.replace("__", "."): value for name, value in settings.items()}
+        config = BRIEF.override({"training.fused": fused, "finish.polish_epochs": 0, **changes})
+        # It shuffles by torch's own random state, which must be as it was for the epochs that follow.
+        loader = DataLoader(TensorDataset(x, y), 32, shuffle=True)
+        return compress(made.model, loader, made.val, config)
+
+    without, with_them = result(), result(schedule__reestimate_in_rounds=True)
+    assert torch.equal(without.compressed.values(), with_them.compressed.values())
+    assert torch.equal(without.compressed.sigma, with_them.compressed.sigma)
+    assert without.rounds[0].scores != with_them.rounds[0].scores
+    # The last round's are those of the finish: a mean over the same data, in another order.
+    last = with_them.rounds[-1].scores
+    assert last is not None
+    assert without.after is not None
+    assert last.loss == pytest.approx(without.after.loss, rel=1e-4)
+    alone = result(schedule__reestimate_in_rounds=True, finish__reestimate_batchnorm=False).after
+    assert alone is not None
+    assert alone.loss == pytest.approx(last.loss, rel=1e-6)
+
+
 # Sigma from the curvature of the loss
 
 

@@ -85,8 +85,9 @@ def forecast(options: RunOptions, config: Config, team: Team | None = None) -> F
     pool = Pool.of(compressed.values())
     steps, finish = sum(run.stretches()), config.finish
     # A forward pass is about a third of a step, which goes forward and back.
-    gathered = 2 * steps_in(finish.reestimate_epochs, run.epoch) if finish.reestimate_batchnorm else 0
     rounds = len(run.plan)
+    times = 2 * finish.reestimate_batchnorm + rounds * config.schedule.reestimate_in_rounds
+    gathered = times * steps_in(finish.reestimate_epochs, run.epoch)
     return Forecast(
         step_seconds=step_seconds,
         epoch_seconds=step_seconds * run.epoch / config.training.accumulate,

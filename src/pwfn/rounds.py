@@ -268,6 +268,8 @@ class Run:
         done = net.between(number, fraction)
         after = observed.after_fixing(number, done.record, net.layout, net.in_force())
         self.team.check_alike(f"{where}: the weights", net.compared())
+        if self.config.schedule.reestimate_in_rounds:
+            self.reestimate_aside(where)
         return Round(
             number=number,
             steps=steps,
@@ -279,6 +281,17 @@ class Run:
             seconds=time.perf_counter() - started,
             observed=(after,) if before is None else (before, after),
         )
+
+    def reestimate_aside(self, where: str) -> None:
+        """Gather BatchNorm statistics at the point estimate, while the run's own batches stay where they are.
+
+        Layers in training mode normalise by the batch's own statistics, so the weights that a run comes to
+        are the same with it and without.
+        """
+        dice = random_states()  # a loader that shuffles may draw from them
+        steps = steps_in(self.config.finish.reestimate_epochs, self.epoch)
+        reestimate_batchnorm(self.net, self.train.endless(), steps, f"{where}, re-estimation", self.team)
+        restore_random_states(dice)
 
     def state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself goes on untouched."""

@@ -252,6 +252,12 @@ class ScheduleConfig(Section):
         "trained before each fixing, a number for each fraction, in place of the two above",
     )
     epochs: float = setting(27.0, Number(0), "trained in all, by methods that do not fix in rounds")
+    reestimate_in_rounds: bool = setting(
+        False,
+        Switch(),
+        "gather BatchNorm statistics at the point estimate before each round is scored, over "
+        "finish.reestimate_epochs; training itself does not see them",
+    )
 
 
 @dataclass(frozen=True)
