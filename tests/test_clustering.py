@@ -257,6 +257,63 @@ def test_zero_fix_draws_small_weights_to_zero():
     assert fix_round(*tensors(mu, sigma), 0.75, b=2).steps[0].centre == 0.25
 
 
+def test_zero_first_by_hand():
+    # b = 2. Of five, ceil(5 · 0.5) = 3 go to zero, the smallest: 0.1, -0.2 and, of two of 0.25, the first.
+    mu, sigma = [0.25, 0.1, -0.2, 0.25, 1.0], [1e-6] * 5
+    result = fix_round(*tensors(mu, sigma), 0.8, b=2, zero_first=0.5)
+    assert result.mu.tolist() == [0.0, 0.0, 0.0, 0.25, 1.0]
+    assert result.fixed.tolist() == [True, True, True, True, False]
+    assert [tuple(step) for step in result.steps] == [(0.0, 1, 0.0, 3), (0.25, 1, 1.0, 1)]
+    mean = 0.15 / 3
+    spread = math.sqrt(((0.25 - mean) ** 2 + (0.1 - mean) ** 2 + (-0.2 - mean) ** 2) / 3)
+    assert result.sigma.tolist() == pytest.approx([spread] * 3 + [0.0, 1e-6], rel=1e-12)
+    kept = fix_round(*tensors(mu, sigma), 0.8, b=2, zero_first=0.5, fixed_sigma="keep")
+    assert kept.sigma.tolist() == sigma
+
+
+def test_zero_first_is_of_the_first_round_alone():
+    mu, sigma = [0.25, 0.1, -0.2, 0.25, 1.0], [1e-6] * 5
+    more = fix_round(*tensors(mu, sigma), 0.2, b=2, zero_first=0.5)
+    assert int(more.fixed.sum()) == 3  # more than the fraction asks for
+    enough = fix_round(more.mu, more.sigma, more.fixed, 0.6, b=2, zero_first=0.5)
+    assert enough.steps == []
+    last = fix_round(more.mu, more.sigma, more.fixed, 1.0, b=2, zero_first=0.5)
+    assert [step.centre for step in last.steps] == [0.25, 1.0]
+    assert fix_round(*tensors(mu, sigma), 0.0, zero_first=0.5).steps == []
+    everything = fix_round(*tensors(mu, sigma), 0.2, zero_first=1.0)
+    assert everything.mu.tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_first_agrees_with_the_literal_reading(rule):
+    rng = random.Random(rule)
+    for case, (size, share) in enumerate(product((1, 2, 7, 63, 127), (0.01, 0.2, 0.35, 0.9, 1.0))):
+        mu, sigma = DRAWS[case % len(DRAWS)](rng, size, 7)
+        fixed = [False] * size
+        for fraction in (0.2, 0.4, 1.0):
+            result = assert_agrees(
+                mu, sigma, fixed, fraction, rule=rule, sweep=SWEEPS[case % 3], zero_first=share
+            )
+            mu, sigma, fixed = result.mu.tolist(), result.sigma.tolist(), result.fixed.tolist()
+        assert all(fixed)
+
+
+def test_zero_first_of_many_weights_in_blocks():
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.randn(300_007, generator=generator)
+    start = mu, torch.full_like(mu, 1e-3), torch.zeros(mu.numel(), dtype=torch.bool)
+    with patch.object(clustering_free, "_BLOCK", 2**16):
+        result = fix_round(*start, 0.5, zero_first=0.4)
+    count = target_count(mu.numel(), 0.4)
+    at = mu.abs().argsort(stable=True)[:count]
+    expected = torch.zeros_like(start[2])
+    expected[at] = True
+    assert result.steps[0].count == count
+    assert bool((result.mu[expected] == 0).all())
+    assert bool(result.fixed[expected].all())
+    assert int(result.fixed.sum()) == target_count(mu.numel(), 0.5)
+
+
 def test_distance_floor_is_the_smallest_sigma_in_a_distance():
     start = tensors([0.5 + 2.0**-8], [2.0**-20])
     assert fix_round(*start, 1.0, b=1, distance_floor=2.0**-8).steps[0].delta == 1.0
@@ -495,6 +552,7 @@ GOOD = {
         ({"delta": math.nan}, "delta is nan.*above 0"),
         ({"omega_max": 0}, "omega_max is 0.*at least 1"),
         ({"zero_fix": "no"}, "zero_fix is 'no'.*true or false"),
+        ({"zero_first": 1.5}, "zero_first is 1.5.*at most 1"),
         ({"sweep": 0}, "sweep is 0.*above 0"),
         ({"sweep": math.inf}, "sweep is inf.*above 0"),
         ({"distance_floor": 0}, "distance_floor is 0.*above 0"),

@@ -728,6 +728,20 @@ def test_sigma_comes_back_from_the_floor() -> None:
     assert torch.equal(net.sigma, torch.full((SIDE**2,), FLOOR + 0.01, dtype=torch.float64))
 
 
+def test_zero_first_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(20, 5)
+    net = GaussianNetwork(model, Config().override({"clustering.zero_first": 0.6}))
+    plain = GaussianNetwork(model)
+    assert torch.equal(net.rounded().mu, plain.rounded().mu)
+    small = net.mu.detach().abs().argsort(stable=True)[:63]
+    record = net.fix(0.5)
+    assert (record.fixed, record.steps[0].centre, record.steps[0].count) == (63, 0.0, 63)
+    assert net.fixed.nonzero().flatten().tolist() == sorted(small.tolist())
+    assert not net.mu[small].any()
+    assert net.fix(0.7).fixed == 74  # ceil(105 · 0.7)
+
+
 def test_parameter_groups() -> None:
     net = small_net()
     others, sigma = net.parameter_groups(lr=0.1, weight_decay=0.2)

@@ -67,6 +67,7 @@ def fix_round(
     delta: float = 1.0,
     omega_max: int = 4,
     zero_fix: bool = False,
+    zero_first: float = 0.0,
     sweep: float | None = None,
     distance_floor: float = 2**-30,
     fixed_sigma: FixedSigma | str = FixedSigma.STD,
@@ -88,6 +89,9 @@ def fix_round(
         delta: first threshold, in sigmas.
         omega_max: most powers of two in a centre.
         zero_fix: weights with ``|mu| < 2^-b`` have D = 0 to candidate 0, which so is their nearest.
+        zero_first: where none is fixed yet, the ``ceil(N * zero_first)`` of the smallest ``|mu|`` go to 0
+            before any centre is chosen, whatever their distance (a step of ``delta = 0``). They count
+            towards the fraction, and may be more than it asks for.
         sweep: once delta would double past it, each weight still needed goes to its own nearest
             candidate of order omega_max, smallest D first, its sigma capped at ``2^-b / 4``.
         distance_floor: smallest sigma used in D.
@@ -104,6 +108,7 @@ def fix_round(
         delta=delta,
         omega_max=omega_max,
         zero_fix=zero_fix,
+        zero_first=zero_first,
         sweep=sweep,
         distance_floor=distance_floor,
         fixed_sigma=fixed_sigma,  # type: ignore[arg-type]  # likewise
@@ -113,11 +118,17 @@ def fix_round(
         tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (mu, sigma, fixed)
     )
     steps: list[FixStep] = []
-    needed = target_count(mu.numel(), fraction) - int(fixed.count_nonzero())
+    already = int(fixed.count_nonzero())
+    needed = target_count(mu.numel(), fraction) - already
     if needed <= 0:
         return FixResult(mu, sigma, fixed, steps)
 
     free = FreeWeights(mu, sigma, fixed, settings)
+    if settings.zero_first and not already:
+        near, chosen = free.smallest(target_count(mu.numel(), settings.zero_first))
+        free.fix(near, chosen, 0.0)
+        steps.append(FixStep(0.0, 1, 0.0, chosen.length))
+        needed -= chosen.length
     omega, delta = 1, settings.delta
     while needed > 0:
         centre, stretch = free.most_popular(omega)

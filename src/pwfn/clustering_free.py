@@ -105,6 +105,17 @@ class FreeWeights:
             near.clear()  # its memory, before the wider window takes more
             distances.clear()
 
+    def smallest(self, count: int) -> tuple[list[Near], Cut]:
+        """The ``count`` free weights of the smallest ``|mu|``; of equal ones the first of the vector."""
+        if self._set_grid(1):
+            self._votes = self._count()
+        parts = []
+        for block in self._blocks():
+            at = torch.nonzero(~self._fixed[block]).squeeze(1)
+            if at.numel():
+                parts.append(Near(block, at.to(torch.int32), self._mu[block][at].abs_()))
+        return parts, cut([part.distance for part in parts], count)
+
     def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
         """Move the chosen ones to the centre; their sigma is the spread of the means just moved, or kept."""
         taken = list(_taken(near, chosen))

@@ -240,6 +240,7 @@ class GaussianNetwork(WeightNetwork):
             delta=c.delta,
             omega_max=c.omega_max,
             zero_fix=c.zero_fix,
+            zero_first=c.zero_first,
             sweep=c.sweep,
             distance_floor=c.distance_floor,
             fixed_sigma=c.fixed_sigma,
@@ -271,7 +272,9 @@ class GaussianNetwork(WeightNetwork):
         other = copy.deepcopy(self)
         # With so small a threshold only weights that lie on a candidate are taken before the sweep.
         tiny = 2.0**-100
-        other.config = self.config.override({"clustering.delta": tiny, "clustering.sweep": tiny})
+        other.config = self.config.override(
+            {"clustering.delta": tiny, "clustering.sweep": tiny, "clustering.zero_first": 0.0}
+        )
         other.fix(1.0)
         other.config = self.config
         return other

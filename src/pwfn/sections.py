@@ -144,6 +144,9 @@ class ClusteringConfig(Section):
     delta: float = setting(1.0, Number(0, above_low=True), "first threshold, in sigmas")
     omega_max: int = setting(4, Number(1, 6, whole=True), "most powers of two in a centre")
     zero_fix: bool = setting(False, Switch(), "weights below 2^-b are at distance 0 from 0")
+    zero_first: float = setting(
+        0.0, Number(0, 1), "share of all weights, the smallest, that the first round begins with fixing at 0"
+    )
     sweep: float | None = setting(
         16.0,
         Number(0, above_low=True, optional=True),

@@ -64,6 +64,14 @@ def is_sum_of_powers(value: float, b: int, omega: int) -> bool:
     return units.denominator == 1 and fewest_powers(units.numerator) <= omega
 
 
+def _spread(moved: list[float]) -> float:
+    """Return the population standard deviation."""
+    if len(set(moved)) == 1:
+        return 0.0
+    mean = math.fsum(moved) / len(moved)
+    return math.sqrt(math.fsum((m - mean) ** 2 for m in moved) / len(moved))
+
+
 @dataclass
 class Round:
     mu: list[float]
@@ -83,6 +91,7 @@ def fix_round(
     delta: float,
     omega_max: int,
     zero_fix: bool,
+    zero_first: float = 0.0,
     sweep: float | None,
     distance_floor: float,
 ) -> Round:
@@ -101,6 +110,13 @@ def fix_round(
 
     def own(i: int, max_abs: float, order: int) -> float:
         return 0.0 if is_zero(i) else nearest(mu[i], max_abs, b, order)
+
+    if zero_first and goal and not any(fixed):
+        smallest = sorted(range(len(mu)), key=lambda i: abs(mu[i]))[: math.ceil(len(mu) * zero_first - 1e-9)]
+        spread = _spread([mu[i] for i in smallest])
+        for i in smallest:
+            mu[i], sigma[i], fixed[i] = 0.0, spread, True
+        steps.append((0.0, 1, 0.0, len(smallest)))
 
     while sum(fixed) < goal:
         needed = goal - sum(fixed)
@@ -127,11 +143,7 @@ def fix_round(
 
         # 3. fix them, or widen
         if chosen:
-            moved = [mu[i] for i in chosen]
-            mean = math.fsum(moved) / len(moved)
-            spread = math.sqrt(math.fsum((m - mean) ** 2 for m in moved) / len(moved))
-            if len(set(moved)) == 1:
-                spread = 0.0
+            spread = _spread([mu[i] for i in chosen])
             for i in chosen:
                 mu[i], sigma[i], fixed[i] = centre, spread, True
             steps.append((centre, omega, delta, len(chosen)))
