@@ -30,6 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("quantisers",),
     ("activations",),
     ("clustering_free",),
+    ("clustering_rate",),
     ("clustering",),
     ("clustering_wfn", "clustering_kmeans"),
     ("compressed",),

@@ -314,6 +314,121 @@ def test_zero_first_of_many_weights_in_blocks():
     assert int(result.fixed.sum()) == target_count(mu.numel(), 0.5)
 
 
+def test_a_rate_by_hand():
+    # b = 2, so C^1 = {0, ±1/4, ±1/2}. Four weights are fixed: three at 0 and one at 1/2. So a weight costs
+    # log2(4/3) = 0.415 bits at 0, 2 bits at 1/2 and log2(5) = 2.32 elsewhere.
+    fixed = [True] * 4 + [False] * 3
+    mu, sigma = [0.0, 0.0, 0.0, 0.5, 0.15, 0.16, 0.5], [0.0] * 4 + [0.1] * 3
+
+    def first(rate, rule="each", delta=1.0):
+        result = fix_round(*tensors(mu, sigma, fixed), 1.0, b=2, rate=rate, rule=rule, delta=delta)
+        return tuple(result.steps[0])
+
+    # Without: 0.15 and 0.16 are nearest to 1/4, at D = 1 and 0.9.
+    assert first(0.0) == (0.25, 1, 1.0, 2)
+    # D is 1.5 and 1.6 to 0: the way to it is 0.5 and 0.7 longer, and saves 2.32 - 0.415 = 1.91 bits.
+    # At 0.25 sigmas a bit, that is worth 0.48, which pays for neither.
+    assert first(0.25) == (0.25, 1, 1.0, 2)
+    # At 0.3 it is worth 0.572: 0.15 votes for 0. With a vote each for 0, 1/4 and 1/2, 0 is the smallest, and
+    # has nobody within delta 1. At 2 it takes both, 0.16 too, though that voted otherwise...
+    assert first(0.3) == (0.0, 2, 2.0, 2)
+    # ... unless only those who voted may be taken. (Order 2 has nothing new within 1/2.)
+    assert first(0.3, "nearest") == (0.0, 2, 2.0, 1)
+    # At 0.4 it is worth 0.76, for both.
+    assert first(0.4, "nearest", delta=2.0) == (0.0, 1, 2.0, 2)
+
+
+def test_a_sweep_with_a_rate_goes_to_the_cheapest_and_least_cost_first():
+    # Three fixed at 1/4, one at -1: 0.415 bits, 2 bits, and 2.32 for a new centre. C^2 is of 1/16 to 1/4.
+    fixed = [True] * 4 + [False] * 3
+    mu, sigma = [0.25, 0.25, 0.25, -1.0, 0.31, 0.13, -0.45], [0.0] * 4 + [0.01, 0.01, 0.01]
+    options = {"b": 4, "omega_max": 2, "delta": 2.0**-20, "sweep": 2.0**-20, "rate": 4.0}
+    result = fix_round(*tensors(mu, sigma, fixed), 1.0, **options)
+    # 0.31: to 1/4 6 + 4 · 0.415 = 7.66, to 5/16 0.25 + 9.29 = 9.54; 0.13: to 1/4 12 + 1.66, to 1/8 0.5 + 9.29
+    # = 9.79; -0.45: to 1/4 71.66, to -3/8 7.5 + 9.29 = 16.79.
+    assert result.mu.tolist()[4:] == [0.25, 0.125, -0.375]
+    # The two of least cost, though not of least D.
+    part = fix_round(*tensors(mu, sigma, fixed), 6 / 7, **options)
+    assert part.fixed.tolist() == [True] * 6 + [False]
+    # Without a rate each goes to its own nearest.
+    plain = fix_round(*tensors(mu, sigma, fixed), 1.0, **options | {"rate": 0.0})
+    assert plain.mu.tolist()[4:] == [0.3125, 0.125, -0.375]
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+@pytest.mark.parametrize("zero_fix", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_rounds_with_a_rate_agree_step_by_step_with_the_literal_reading(rule, zero_fix, sweep):
+    rng = random.Random(f"rate {rule} {zero_fix} {sweep}")
+    changed = 0
+    grid = product((0.05, 1.0), (1, 3), (2, 5), (2, 7, 40))
+    for case, (rate, omega_max, b, size) in enumerate(grid):
+        mu, sigma = DRAWS[case % len(DRAWS)](rng, size, b)
+        fixed = [rng.random() < 0.1 for _ in range(size)]
+        mu = [rng.choice((0.0, 0.25, -0.5, 1000.25)) if f else m for m, f in zip(mu, fixed, strict=True)]
+        for fraction in (0.3, 0.6, 1.0):
+            options = {"rule": rule, "b": b, "omega_max": omega_max, "zero_fix": zero_fix, "sweep": sweep}
+            with machinery(block=(7, 1, 64)[case % 3], worth=(1, 10**9)[case % 2]):
+                plain = fix_round(*tensors(mu, sigma, fixed), fraction, **options)
+                result = assert_agrees(mu, sigma, fixed, fraction, rate=rate, **options)
+            changed += not torch.equal(plain.mu, result.mu)
+            mu, sigma, fixed = result.mu.tolist(), result.sigma.tolist(), result.fixed.tolist()
+            mu = [m if f else m + rng.gauss(0, 0.01) for m, f in zip(mu, fixed, strict=True)]
+        assert all(fixed)
+    assert changed > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_vectors_with_a_rate_agree_with_the_literal_reading(name, rule):
+    mu, sigma = SPECIAL[name]
+    for zero_fix, sweep, rate in product((False, True), (None, 2.0), (0.1, 8.0)):
+        options = {"rule": rule, "zero_fix": zero_fix, "sweep": sweep, "rate": rate, "omega_max": 2}
+        assert_agrees(mu, sigma, [False] * len(mu), 1.0, **options)
+
+
+def test_float32_with_a_rate_agrees_where_its_arithmetic_is_exact():
+    rng = random.Random(0)
+    for rule, sweep, size in product(RULES, SWEEPS, (7, 63)):
+        mu, sigma = coarse(rng, size, 5)
+        fixed = [False] * size
+        for fraction in (0.4, 1.0):
+            options = {"rule": rule, "sweep": sweep, "b": 5, "rate": 0.25, "zero_first": 0.1}
+            result = assert_agrees(mu, sigma, fixed, fraction, torch.float32, **options)
+            mu, fixed = result.mu.tolist(), result.fixed.tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_vanishing_rate_is_none_at_all(rule):
+    """Too small to outweigh any difference of distances, it leaves every choice as it was."""
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.randn(2_003, generator=generator, dtype=torch.float64) * 0.1
+    sigma = torch.rand(mu.numel(), generator=generator, dtype=torch.float64) * 0.05
+    start = mu, sigma, torch.zeros(mu.numel(), dtype=torch.bool)
+    for zero_fix in (False, True):
+        options = {"rule": rule, "sweep": 4.0, "zero_fix": zero_fix}
+        plain, rated = (fix_round(*start, 1.0, rate=rate, **options) for rate in (0.0, 1e-14))
+        assert repr(plain.steps) == repr(rated.steps)
+        assert torch.equal(plain.mu, rated.mu)
+
+
+def test_a_rate_lowers_the_entropy_of_all_rounds():
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(20_011, generator=generator) * 0.1
+
+    def entropy(rate):
+        mu, sigma = start.clone(), torch.full_like(start, 0.01)
+        fixed = torch.zeros(mu.numel(), dtype=torch.bool)
+        for fraction in (0.5, 0.9, 1.0):
+            done = fix_round(mu, sigma, fixed, fraction, rule="each", sweep=16.0, rate=rate)
+            mu, sigma, fixed = done.mu, done.sigma, done.fixed
+        share = mu.unique(return_counts=True)[1].double() / mu.numel()
+        return -(share * share.log2()).sum().item()
+
+    assert entropy(0.2) < entropy(0.0) - 0.05
+    assert entropy(1.0) < entropy(0.2)
+
+
 def test_distance_floor_is_the_smallest_sigma_in_a_distance():
     start = tensors([0.5 + 2.0**-8], [2.0**-20])
     assert fix_round(*start, 1.0, b=1, distance_floor=2.0**-8).steps[0].delta == 1.0
@@ -552,6 +667,7 @@ GOOD = {
         ({"delta": math.nan}, "delta is nan.*above 0"),
         ({"omega_max": 0}, "omega_max is 0.*at least 1"),
         ({"zero_fix": "no"}, "zero_fix is 'no'.*true or false"),
+        ({"rate": -0.1}, "rate is -0.1.*at least 0"),
         ({"zero_first": 1.5}, "zero_first is 1.5.*at most 1"),
         ({"sweep": 0}, "sweep is 0.*above 0"),
         ({"sweep": math.inf}, "sweep is inf.*above 0"),

@@ -148,6 +148,7 @@ CASES: dict[str, Case] = {
     "clustering.omega_max": number(
         "a whole number of at least 1 and at most 6", [0, 7, 1.5, -4], [1, 6, 4.0], st.integers(1, 6)
     ),
+    "clustering.rate": AT_LEAST_0_CASE,
     "clustering.zero_fix": switch(),
     "clustering.zero_first": number(
         "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.5, 1], st.floats(0, 1)
@@ -322,6 +323,7 @@ def test_the_numbers_of_the_paper() -> None:
         "clustering.b": 7,
         "clustering.delta": 1.0,
         "clustering.omega_max": 4,
+        "clustering.rate": 0.0,
         "clustering.zero_first": 0.0,
         "clustering.sweep": None,
         "clustering.distance_floor": 2**-30,  # the floor of sigma itself: off

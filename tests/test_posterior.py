@@ -27,6 +27,7 @@ from pwfn import (
     GaussianNetwork,
     LayoutError,
     WeightError,
+    fix_round,
     initial_sigma,
 )
 
@@ -740,6 +741,21 @@ def test_zero_first_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
     assert net.fixed.nonzero().flatten().tolist() == sorted(small.tolist())
     assert not net.mu[small].any()
     assert net.fix(0.7).fixed == 74  # ceil(105 · 0.7)
+
+
+def test_a_fixing_minds_the_length_of_the_code_if_it_is_told_to() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(60, 30)
+    net = GaussianNetwork(model, Config().override({"clustering.rate": 0.5, "posterior.init": "relative"}))
+    plain = GaussianNetwork(model, Config().override({"posterior.init": "relative"}))
+    state = net.mu, net.sigma, net.fixed.clone()
+    for fraction in (0.5, 1.0):
+        net.fix(fraction)
+        plain.fix(fraction)
+        done = fix_round(*state, fraction, rule="each", sweep=16.0, rate=0.5)
+        state = done.mu, done.sigma, done.fixed
+        assert torch.equal(net.mu[net.fixed], done.mu[done.fixed])
+    assert net.mu.unique().numel() < plain.mu.unique().numel()
 
 
 def test_parameter_groups() -> None:

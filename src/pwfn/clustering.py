@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pwfn.clustering_free import FreeWeights
+from pwfn.clustering_rate import RatedWeights
 from pwfn.errors import WeightError
 from pwfn.sections import ClusteringConfig, FixedSigma, Rule
 
@@ -66,6 +67,7 @@ def fix_round(
     b: int = 7,
     delta: float = 1.0,
     omega_max: int = 4,
+    rate: float = 0.0,
     zero_fix: bool = False,
     zero_first: float = 0.0,
     sweep: float | None = None,
@@ -88,6 +90,9 @@ def fix_round(
         b: the smallest power of two is ``2^-b``.
         delta: first threshold, in sigmas.
         omega_max: most powers of two in a centre.
+        rate: where above 0, ``c*`` is the candidate that has the least ``D + rate * bits(c)`` for most free
+            weights (and ``nearest`` admits those); a sweep goes by it too. With n weights fixed so far,
+            n_c of them at c, ``bits(c) = log2(n / n_c)``, and ``log2(n + 1)`` for a c that has none.
         zero_fix: weights with ``|mu| < 2^-b`` have D = 0 to candidate 0, which so is their nearest.
         zero_first: where none is fixed yet, the ``ceil(N * zero_first)`` of the smallest ``|mu|`` go to 0
             before any centre is chosen, whatever their distance (a step of ``delta = 0``). They count
@@ -107,6 +112,7 @@ def fix_round(
         b=b,
         delta=delta,
         omega_max=omega_max,
+        rate=rate,
         zero_fix=zero_fix,
         zero_first=zero_first,
         sweep=sweep,
@@ -123,7 +129,7 @@ def fix_round(
     if needed <= 0:
         return FixResult(mu, sigma, fixed, steps)
 
-    free = FreeWeights(mu, sigma, fixed, settings)
+    free = (RatedWeights if settings.rate else FreeWeights)(mu, sigma, fixed, settings)
     if settings.zero_first and not already:
         near, chosen = free.smallest(target_count(mu.numel(), settings.zero_first))
         free.fix(near, chosen, 0.0)

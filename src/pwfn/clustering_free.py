@@ -111,20 +111,20 @@ class FreeWeights:
             self._votes = self._count()
         parts = []
         for block in self._blocks():
-            at = torch.nonzero(~self._fixed[block]).squeeze(1)
+            at = self._free(block)
             if at.numel():
                 parts.append(Near(block, at.to(torch.int32), self._mu[block][at].abs_()))
         return parts, cut([part.distance for part in parts], count)
 
     def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
         """Move the chosen ones to the centre; their sigma is the spread of the means just moved, or kept."""
-        taken = list(_taken(near, chosen))
+        moving = list(taken(near, chosen))
         moments = _Moments()
-        for block, at in taken:
+        for block, at in moving:
             moved = self._mu[block][at.long()]
-            self._votes -= torch.bincount(self._nearest(moved), minlength=self._votes.size).cpu().numpy()
+            self._discount(moved)
             moments.add(moved)
-        for block, at in taken:
+        for block, at in moving:
             at = at.long()
             self._mu[block].index_fill_(0, at, centre)
             self._fixed[block].index_fill_(0, at, True)
@@ -140,7 +140,7 @@ class FreeWeights:
         self._set_grid(self._config.omega_max)
         grid = self._grid.to(self._mu.device)
         near = self._near(grid, -math.inf, math.inf)
-        for block, at in _taken(near, cut([part.distance for part in near], needed)):
+        for block, at in taken(near, cut([part.distance for part in near], needed)):
             at = at.long()
             mu, sigma = self._mu[block], self._sigma[block]
             mu[at] = grid[self._nearest(mu[at])]
@@ -159,6 +159,14 @@ class FreeWeights:
                 for there, here in zip(outer, inner, strict=True):
                     there[block][at] = here[place]
                 start = place.stop
+
+    def _discount(self, moved: Tensor) -> None:
+        """Take back the votes of weights that are being fixed."""
+        self._votes -= torch.bincount(self._nearest(moved), minlength=self._votes.size).cpu().numpy()
+
+    def _free(self, block: slice) -> Tensor:
+        """Places of the free weights within a block."""
+        return torch.nonzero(~self._fixed[block]).squeeze(1)
 
     def _blocks(self) -> Iterator[slice]:
         size = self._mu.numel()
@@ -214,10 +222,12 @@ class FreeWeights:
         edges = (lower + upper) / 2
         # A midpoint that was rounded up would claim the next number above, which is nearer to upper.
         edges = torch.where(edges - lower > upper - edges, torch.nextafter(edges, lower), edges)
-        if self._config.zero_fix:
-            zero = int((grid < 0).sum())
-            edges[zero - 1] = -self._unit
-            edges[zero] = torch.nextafter(grid.new_tensor(self._unit), grid.new_tensor(0.0))
+        if self._config.zero_fix and bool((grid == 0).any()):
+            zero, unit = int((grid < 0).sum()), grid.new_tensor(self._unit)
+            if zero > 0:
+                edges[zero - 1] = torch.minimum(edges[zero - 1], -unit)
+            if zero < edges.numel():
+                edges[zero] = torch.maximum(edges[zero], torch.nextafter(unit, grid.new_tensor(0.0)))
         return edges
 
     def _nearest(self, means: Tensor) -> Tensor:
@@ -255,12 +265,17 @@ class FreeWeights:
                 continue
             means = mu[at]
             own = centre[self._nearest(means)] if isinstance(centre, Tensor) else centre
-            distance = (means - own).abs_().div_(self._sigma[block][at].clamp_min_(self._floor))
-            if self._config.zero_fix and (isinstance(own, Tensor) or own == 0):
-                small = means.abs() < self._unit  # the nearest candidate of these is 0
-                distance.masked_fill_(small, 0)
+            distance = self._distance(means, self._sigma[block][at], own)
             parts.append(Near(block, at.to(torch.int32), distance))
         return parts
+
+    def _distance(self, means: Tensor, sigmas: Tensor, centre: float | Tensor) -> Tensor:
+        """D to a centre, or of each to its own; ``sigmas``, a copy, are raised to their floor in place."""
+        distance = (means - centre).abs_().div_(sigmas.clamp_min_(self._floor))
+        if self._config.zero_fix and (isinstance(centre, Tensor) or centre == 0):
+            small = means.abs() < self._unit
+            distance.masked_fill_(small & (centre == 0) if isinstance(centre, Tensor) else small, 0)
+        return distance
 
 
 class _Moments:
@@ -286,7 +301,7 @@ class _Moments:
         return math.sqrt(self._variance)
 
 
-def _taken(near: list[Near], chosen: Cut) -> Iterator[tuple[slice, Tensor]]:
+def taken(near: list[Near], chosen: Cut) -> Iterator[tuple[slice, Tensor]]:
     """Block and positions of the chosen ones. Takes the parts out of the list, to free their memory."""
     ties = chosen.ties
     near.reverse()

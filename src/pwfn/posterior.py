@@ -239,6 +239,7 @@ class GaussianNetwork(WeightNetwork):
             b=c.b,
             delta=c.delta,
             omega_max=c.omega_max,
+            rate=c.rate,
             zero_fix=c.zero_fix,
             zero_first=c.zero_first,
             sweep=c.sweep,

@@ -143,6 +143,12 @@ class ClusteringConfig(Section):
     b: int = setting(7, Number(0, 30, whole=True), "smallest power of two is 2^-b")
     delta: float = setting(1.0, Number(0, above_low=True), "first threshold, in sigmas")
     omega_max: int = setting(4, Number(1, 6, whole=True), "most powers of two in a centre")
+    rate: float = setting(
+        0.0,
+        Number(0),
+        "sigmas that a weight goes out of its way to save a bit: it votes for the candidate of the least "
+        "D + rate * bits, bits = -log2 of the share of fixed weights there",
+    )
     zero_fix: bool = setting(False, Switch(), "weights below 2^-b are at distance 0 from 0")
     zero_first: float = setting(
         0.0, Number(0, 1), "share of all weights, the smallest, that the first round begins with fixing at 0"

@@ -38,7 +38,11 @@ def _with_floats(max_abs: float, b: int, omega: int) -> tuple[tuple[float, Fract
 @cache
 def nearest(value: float, max_abs: float, b: int, omega: int) -> float:
     """Return the candidate nearest to value; midway between two, the smaller one."""
-    grid = _with_floats(max_abs, b, omega)
+    return nearest_of(value, _with_floats(max_abs, b, omega))
+
+
+def nearest_of(value: float, grid: tuple[tuple[float, Fraction], ...]) -> float:
+    """Return the same of a grid given as floats and exact numbers."""
     least = min(abs(value - number) for number, _ in grid)
     # Rounding never reverses two differences but may make them equal: those are settled exactly.
     ties = [c for number, c in grid if abs(value - number) == least]
@@ -90,6 +94,7 @@ def fix_round(
     b: int,
     delta: float,
     omega_max: int,
+    rate: float = 0.0,
     zero_fix: bool,
     zero_first: float = 0.0,
     sweep: float | None,
@@ -108,8 +113,39 @@ def fix_round(
             return 0.0
         return abs(mu[i] - c) / max(sigma[i], distance_floor)
 
-    def own(i: int, max_abs: float, order: int) -> float:
-        return 0.0 if is_zero(i) else nearest(mu[i], max_abs, b, order)
+    def bits(c: float) -> float:
+        placed = [mu[j] for j in range(len(mu)) if fixed[j]]
+        if c in placed:
+            return math.log2(len(placed) / placed.count(c))
+        return math.log2(len(placed) + 1)
+
+    def cost(i: int, c: float, price: dict[float, float]) -> float:
+        return distance(i, c) + (rate * price[c] if rate else 0.0)
+
+    def prices(max_abs: float, order: int) -> tuple[dict[float, float], set[float]]:
+        """Return the bits of every candidate, and which of them have no weight yet; none without a rate."""
+        if not rate:
+            return {}, set()
+        placed = {mu[j] for j in range(len(mu)) if fixed[j]}
+        new = bits(math.nan)
+        found = {}
+        for c, _ in _with_floats(max_abs, b, order):
+            found[c] = bits(c) if c in placed else new
+        return found, set(found) - placed
+
+    def own(i: int, max_abs: float, order: int, priced: tuple[dict[float, float], set[float]]) -> float:
+        if not rate:
+            return 0.0 if is_zero(i) else nearest(mu[i], max_abs, b, order)
+        # New centres all cost the same, and the nearest of them stands for them all.
+        price, new = priced
+        options = [c for c in price if c not in new]
+        if is_zero(i) and 0.0 in new:
+            options.append(0.0)
+        elif new:
+            options.append(
+                nearest_of(mu[i], tuple(pair for pair in _with_floats(max_abs, b, order) if pair[0] in new))
+            )
+        return min(options, key=lambda c: (cost(i, c, price), c))
 
     if zero_first and goal and not any(fixed):
         smallest = sorted(range(len(mu)), key=lambda i: abs(mu[i]))[: math.ceil(len(mu) * zero_first - 1e-9)]
@@ -124,14 +160,15 @@ def fix_round(
         max_abs = max(abs(mu[i]) for i in free)
 
         # 1. the most popular candidate; of equally popular ones the smallest
+        priced = prices(max_abs, omega)
+        voted = {i: own(i, max_abs, omega, priced) for i in free}
         votes: dict[float, int] = {}
-        for i in free:
-            c = own(i, max_abs, omega)
+        for c in voted.values():
             votes[c] = votes.get(c, 0) + 1
         centre = min(votes, key=lambda c: (-votes[c], c))
 
         # 2. the weights to fix there, by D (sorted() is stable: equal D keeps the order of the vector)
-        eligible = [i for i in free if rule != "nearest" or own(i, max_abs, omega) == centre]
+        eligible = [i for i in free if rule != "nearest" or voted[i] == centre]
         chosen: list[int] = []
         total = 0.0
         for i in sorted(eligible, key=lambda i: distance(i, centre)):
@@ -151,8 +188,9 @@ def fix_round(
         omega = min(omega + 1, omega_max)
         delta *= 2
         if sweep is not None and delta > sweep:
-            target = {i: own(i, max_abs, omega_max) for i in free}
-            swept = sorted(free, key=lambda i: distance(i, target[i]))[:needed]
+            priced = prices(max_abs, omega_max)
+            target = {i: own(i, max_abs, omega_max, priced) for i in free}
+            swept = sorted(free, key=lambda i: cost(i, target[i], priced[0]))[:needed]
             for i in swept:
                 mu[i], sigma[i], fixed[i] = target[i], min(sigma[i], 2.0**-b / 4), True
             steps.append((math.nan, omega_max, delta, len(swept)))
