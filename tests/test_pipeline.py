@@ -423,6 +423,43 @@ def test_the_curvature_is_that_of_the_labels_loss_whoever_teaches() -> None:
         compress(made.model, [x for x, _ in made.train], None, BRIEF.override(settings), distill=True)
 
 
+LEVERS = BRIEF.override(
+    {
+        "posterior.init": "curvature_root",
+        "posterior.curvature_batches": 3,
+        "clustering.rate": 0.1,
+        "clustering.zero_first": 0.3,
+        "training.distill": True,
+        "training.distill_share": 0.5,
+        "schedule.epochs_of_rounds": [0.5, 1, 1.5],
+        "schedule.reestimate_in_rounds": True,
+    }
+)
+
+
+@pytest.mark.parametrize("last", [1, 3, 7, 18])  # of 3, 6 and 9 steps
+def test_all_levers_together_stopped_anywhere_end_in_the_same_bits(last: int) -> None:
+    made = task("classification")
+    data = Repeated(made.train)
+    whole = compress(made.model, data, made.val, LEVERS)
+    assert whole.rounds[0].fix.steps[0].centre == 0
+    assert [done.steps for done in whole.rounds] == [3, 6, 9]
+    kept: list[Progress] = []
+
+    def keep(progress: Any, ends: bool) -> None:
+        kept.append(progress())
+        if len(kept) == last:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress(made.model, data, made.val, LEVERS, keep=keep)
+    again = compress(made.model, data, made.val, LEVERS, resume=kept[-1])
+    assert torch.equal(again.compressed.values(), whole.compressed.values())
+    assert torch.equal(again.compressed.sigma, whole.compressed.sigma)
+    assert [done.scores for done in again.rounds] == [done.scores for done in whole.rounds]
+    assert again.after == whole.after
+
+
 # Distillation
 
 
