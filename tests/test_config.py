@@ -132,7 +132,8 @@ CASES: dict[str, Case] = {
     "posterior.curvature_batches": number(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 32, 8.0], st.integers(1, 10**6)
     ),
-    "posterior.curvature_scale": ABOVE_0_CASE,
+    "posterior.curvature_sigma": ABOVE_0_CASE,
+    "posterior.curvature_scale": optional("a number above 0", [0, -1], [TINY, 1e-6], ABOVE_0),
     "posterior.alpha": AT_LEAST_0_CASE,
     "posterior.cap": ABOVE_0_CASE,
     "posterior.learn_sigma": switch(),

@@ -207,7 +207,22 @@ def test_curvature_leaves_fixed_weights_alone() -> None:
     kept = net.sigma[net.fixed].clone()
     net.take_curvature(torch.ones(6))
     assert torch.equal(net.sigma[net.fixed], kept)
-    assert net.sigma[~net.fixed].tolist() == [2.0**-11] * 3
+    assert net.sigma[~net.fixed].tolist() == pytest.approx([0.01] * 3)
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"),
+    [("curvature", [0.5, 0.5, 0.25, 0.0625]), ("curvature_root", [0.5, 0.5, 0.25, 0.125])],
+)
+def test_the_median_of_the_curvatures_has_the_sigma_of_the_settings(init: str, expected: list[float]) -> None:
+    """Zeros do not count: of 1/4, 1, 4 and 4 the lower median is 1; 0.25 / h is cut at 0.5."""
+    settings = config(init=init, curvature_sigma=0.25, cap=0.5)
+    net = GaussianNetwork(nn.Linear(2, 2), settings)
+    net.take_curvature(torch.tensor([0.0, 0.25, 1.0, 4.0, 4.0, 0.0]))
+    assert net.sigma.tolist() == [*expected, expected[-1], 0.5]
+    scaled = GaussianNetwork(nn.Linear(2, 2), settings)
+    scaled.take_curvature(1e-6 * torch.tensor([0.0, 0.25, 1.0, 4.0, 4.0, 0.0]))
+    torch.testing.assert_close(scaled.sigma, net.sigma)  # whatever the unit of the loss
 
 
 @pytest.mark.parametrize(

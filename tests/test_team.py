@@ -378,7 +378,12 @@ def job_curvature(team: Processes) -> Any:
         found[:] = found or state["free_sigma"].tolist()
 
     config = CONFIG.override(
-        {"posterior.init": "curvature", "posterior.curvature_batches": 3, "posterior.learn_sigma": False}
+        {
+            "posterior.init": "curvature",
+            "posterior.curvature_batches": 3,
+            "posterior.curvature_scale": 2.0**-11,
+            "posterior.learn_sigma": False,
+        }
     )
     compress(curved(), data(team.rank, team.world, 8), None, config, keep=keep, team=team)
     return found

@@ -10,6 +10,7 @@ compressed = net.finish()
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -201,10 +202,13 @@ class GaussianNetwork(WeightNetwork):
         """Let sigma start from the curvature of the loss at every weight; see :func:`curvature_sigma`.
 
         For ``posterior.init`` of ``curvature`` and ``curvature_root``, which ``compress`` does by itself.
+        Unless the settings have a scale, it is the one that gives ``posterior.curvature_sigma`` to the
+        median (the lower one) of the curvatures above zero: networks differ in theirs by orders.
 
-        >>> net = GaussianNetwork(nn.Linear(2, 1), Config().override({"posterior.init": "curvature"}))
-        >>> net.take_curvature(torch.tensor([0.0, 0.5, 1.0]))
-        >>> net.sigma.tolist() == [0.05000000074505806, 2**-10, 2**-11]
+        >>> settings = {"posterior.init": "curvature", "posterior.curvature_sigma": 2**-6}
+        >>> net = GaussianNetwork(nn.Linear(3, 1), Config().override(settings))
+        >>> net.take_curvature(torch.tensor([0.0, 0.5, 1.0, 2.0]))
+        >>> net.sigma[1:].tolist() == [2**-5, 2**-6, 2**-7]
         True
         """
         p = self.config.posterior
@@ -216,7 +220,11 @@ class GaussianNetwork(WeightNetwork):
                 "not depend on the weights, or for NaN in the data"
             )
         root = p.init is SigmaInit.CURVATURE_ROOT
-        sigma = curvature_sigma(curvature, p.curvature_scale, p.cap, root=root)
+        scale = p.curvature_scale
+        if scale is None:
+            median = float(curvature[curvature > 0].median())
+            scale = p.curvature_sigma * (math.sqrt(median) if root else median)
+        sigma = curvature_sigma(curvature, scale, p.cap, root=root)
         self.free_sigma.copy_(torch.where(self.fixed, self.free_sigma, sigma))
 
     def penalty(self) -> Tensor:

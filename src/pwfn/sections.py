@@ -106,10 +106,15 @@ class PosteriorConfig(Section):
     curvature_batches: int = setting(
         32, Number(1, whole=True), "batches that the curvature h is gathered from, before training"
     )
-    curvature_scale: float = setting(
-        2**-11,
+    curvature_sigma: float = setting(
+        0.01,
         Number(0, above_low=True),
-        'sigma = scale / h for init = "curvature", scale / sqrt(h) for "curvature_root"; at most the cap',
+        'the starting sigma, for init = "curvature" and "curvature_root", of a weight of median curvature',
+    )
+    curvature_scale: float | None = setting(
+        None,
+        Number(0, above_low=True, optional=True),
+        'in place of that: sigma = scale / h for "curvature", scale / sqrt(h) for "curvature_root"',
     )
     alpha: float = setting(2**-11, Number(0), "strength of the regulariser")
     cap: float = setting(0.05, Number(0, above_low=True), "S: sigma above it is not rewarded")
