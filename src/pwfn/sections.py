@@ -183,7 +183,7 @@ class TrainingConfig(Section):
     fused: bool = setting(
         True,
         Switch(),
-        "draw and step in one pass over the vectors, where one process does it alone; LSQ's quantisers at once",
+        "draw and step in one pass over the vectors, where one process does it alone; LSQ at once",
     )
     cuda_graph: bool = setting(
         False, Switch(), "on CUDA, record forward and backward once and replay it: Python code runs no more"
