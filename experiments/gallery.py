@@ -16,13 +16,13 @@ import argparse
 import json
 from pathlib import Path
 
+from chromium import Browser, find_browser
 from safetensors.torch import save_file
 
 from pwfn import data, demo
 from pwfn.filescores import assess_file
 from pwfn.options import RunOptions
 from pwfn.report import write
-from pwfn.report.browser import Browser, find_browser
 from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
 from pwfn.runs import run

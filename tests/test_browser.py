@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import Browser, BrowserError, Tab, find_browser
 from test_report import make_run
 
 from pwfn.inspection import TensorFacts, inspect
 from pwfn.report import write
-from pwfn.report.browser import Browser, BrowserError, Tab, find_browser
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium on this machine (Debian: apt install chromium)"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Call
 
 from pwfn import Config, FileError, GaussianNetwork, Progress, PwfnError, cli, commands, data, load, runs
 from pwfn.checkpoint import Store
@@ -419,6 +420,30 @@ def test_a_run_that_is_killed_again_and_again_ends_in_the_same_bytes(tmp_path: P
     ).read_bytes()
     assert Store(tmp_path / "killed" / "checkpoints", {}).paths()
     assert torch.get_num_threads() == torch_threads
+
+
+def test_what_is_kept_of_the_posterior_is_asked_for_and_checked_before_the_work(
+    call: Call, tmp_path: Path
+) -> None:
+    names = ("compress", "--model", "digits_resnet", "--weights", "random", "--data", "digits")
+    small = ("--set", "schedule.fractions=[1.0]", "--set", "training.steps_per_epoch=1", "--device", "cpu")
+    found = {}
+    for kind in ("none", "centre", "weight"):
+        run_of = (*names, *small, "--out", str(tmp_path / kind), "--posterior", kind, "--json")
+        status, out, _ = call(*run_of)
+        assert status == 0
+        found[kind] = json.loads(out)["file_bytes"]
+        compressed = load(tmp_path / kind / "model.pwfn")
+        assert (compressed.sigma is None) == (kind == "none")
+        assert (compressed.weight_sigma is None) == (kind != "weight")
+    assert found["none"] < found["centre"] < found["weight"]
+    for words, method, sentence in (
+        ("all", "pwfn", "pwfn: posterior is 'all': allowed is one of none, centre, weight\n"),
+        ("weight", "lsq", "pwfn: posterior is 'weight': lsq has none to keep; leave it out\n"),
+    ):
+        run_of = (*names, "--out", str(tmp_path / "no"), "--posterior", words, "--method", method)
+        assert call(*run_of) == (2, "", sentence)
+        assert not (tmp_path / "no").exists()
 
 
 def main() -> None:

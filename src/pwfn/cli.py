@@ -106,6 +106,10 @@ def compress(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write curves to OUT/tensorboard as well.")
     ] = False,
+    posterior: Annotated[
+        str | None,
+        typer.Option(help="What the file keeps of it: a sigma a centre (the default), a weight, or none."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try one step; say memory, time and size. Writes nothing.")
     ] = False,
@@ -116,7 +120,7 @@ def compress(
 
     how = options.RunOptions(
         *(model, data, out, weights, classes, device, batch_size, test_batch_size, workers, holdout, limit),
-        *(resume, checkpoint_minutes, tensorboard),
+        *(resume, checkpoint_minutes, tensorboard, posterior),
     )
     chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits, method)
     raise typer.Exit(commands.compress(how, chosen, typer.echo, dry_run=dry_run, as_json=as_json))

@@ -35,6 +35,7 @@ class RunOptions:
     resume: bool = False
     checkpoint_minutes: float = 10.0
     tensorboard: bool = False  # curves as well
+    posterior: str | None = None  # what the file keeps of it: centre (unless given), weight or none
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ import torch
 from pwfn import methods
 from pwfn.checkpoint import Store
 from pwfn.config import Config
-from pwfn.errors import FileError
+from pwfn.errors import ConfigError, FileError
+from pwfn.fileheader import Posterior
 from pwfn.filescores import check_same, scores, sizes, summary_line
 from pwfn.keeping import Keeper
 from pwfn.opening import Opened, opened
@@ -36,7 +37,7 @@ from pwfn.team import Team, team_for
 from pwfn.version import __version__
 from pwfn.watching import Several, Silent, TensorBoard, View
 
-_ASKED = ("data", "weights", "classes", "holdout", "limit", "test_batch_size")
+_ASKED = ("data", "weights", "classes", "holdout", "limit", "test_batch_size", "posterior")
 """What a run was asked for by name, so that its command can be told again; the identity has contents."""
 
 
@@ -47,6 +48,7 @@ def run(
 
     With several processes all do the work, and the first alone writes and shows.
     """
+    _check_posterior(options.posterior, config)
     team = team or team_for(options.device)
     view = view if view is not None and team.leads else Silent()
     team.first(lambda: _prepare(options.out, options.resume))
@@ -82,12 +84,20 @@ def run(
     return facts
 
 
+def _check_posterior(wanted: str | None, config: Config) -> None:
+    """Before the work, not after it."""
+    if wanted is not None and wanted not in list(Posterior):
+        raise ConfigError(f"posterior is {wanted!r}: allowed is one of {', '.join(Posterior)}")
+    if wanted not in (None, Posterior.NONE) and not methods.of(config).has_posterior:
+        raise ConfigError(f"posterior is {wanted!r}: {config.method} has none to keep; leave it out")
+
+
 def _finish(options: RunOptions, found: Opened, result: Result, team: Team) -> dict[str, Any]:
     """Write the file, read it back, and score what is in it."""
     path = options.out / "model.pwfn"
 
     def write() -> dict[str, Any]:
-        result.save(path)
+        result.save(path, posterior=options.posterior)
         check_same(path, result.compressed)
         return sizes(path)
 

@@ -227,7 +227,9 @@ class TrainingConfig(Section):
         False, Switch(), "images in the order that convolutions in bf16 and fp16 are fastest with"
     )
     fused: bool = setting(
-        True, Switch(), "draw and step in one pass over the vectors, where one process does it alone"
+        True,
+        Switch(),
+        "draw and step in one pass over the vectors, where one process does it alone; LSQ at once",
     )
     cuda_graph: bool = setting(
         False, Switch(), "on CUDA, record forward and backward once and replay it: Python code runs no more"

@@ -12,6 +12,7 @@ from pwfn import clustering_kmeans as kmeans
 from pwfn import clustering_wfn as wfn
 from pwfn.clustering_wfn import Pull
 from pwfn.quantisers import ApotQuantiser, LsqPlusQuantiser, LsqQuantiser
+from pwfn.quantisers.together import LsqTogether, Part
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -65,6 +66,21 @@ def test_a_recorded_quantiser_is_the_plain_one(name: str) -> None:
     # APoT's mean and sigma are added in another order: to rounding, but for a weight midway between two.
     same = torch.isclose(quantiser(x).cpu(), cpu(x.cpu()), rtol=1e-5, atol=1e-7)
     assert int((~same).sum()) <= 2
+
+
+def test_quantisers_at_once_are_recorded_as_they_are_and_as_on_a_cpu() -> None:
+    weights, factor = normal(4, 1025).requires_grad_(), normal(4100, seed=1)
+    parts = []
+    for piece, axis in ((weights[:1], None), (weights[1:], 0)):
+        parts.append(Part(LsqQuantiser.for_weights(piece.detach(), 4, axis), piece.numel()))
+    together = LsqTogether(parts, weights.device)
+    steps = [part.quantiser.step for part in parts]
+    plain, found = replayed(lambda: (together(weights.reshape(-1)) * factor).sum(), [weights, *steps])
+    assert_bit_equal((plain, found))
+    each = torch.cat(
+        [parts[0].quantiser(weights[:1]).reshape(-1), parts[1].quantiser(weights[1:]).reshape(-1)]
+    )
+    assert torch.equal(together(weights.reshape(-1)), each)
 
 
 @pytest.mark.parametrize("nearest", [None, 16])

@@ -53,7 +53,7 @@ ASSUMPTIONS = (
 class EnergyFigures:
     """Energy of one operation, in picojoules, at 45 nm and 0.9 V.
 
-    M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014, figure 1.1.9.
+    M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014.
     It has no shift: that is of H. You et al., "ShiftAddNet", NeurIPS 2020, for the same 45 nm. DRAM takes
     1.3 to 2.6 nJ for 64 bits; here it is the least.
 

@@ -62,6 +62,7 @@ class Method(WeightNetwork):
     """
 
     keeps_optimizer: ClassVar[bool] = True  # through all stretches; else each begins with a fresh one
+    has_posterior: ClassVar[bool] = False  # a sigma for every weight, in the end
     forecast_of: ClassVar[str] = "the weights as they are"  # what a size that is told beforehand is that of
 
     @classmethod

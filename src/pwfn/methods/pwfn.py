@@ -33,6 +33,7 @@ class Pwfn(GaussianNetwork, Method):
     """
 
     keeps_optimizer = False
+    has_posterior = True
     forecast_of = "the weights as they are, sigma moved by the regulariser alone"
 
     @classmethod

@@ -19,6 +19,8 @@ from pwfn.errors import ConfigError, WeightError
 from pwfn.flat import FlatOptimizer
 from pwfn.layout import Entry, Layout, held, untouched
 from pwfn.methods.protocol import Between, Fisher, Method, Through, torch_optimizer
+from pwfn.quantisers import LsqQuantiser
+from pwfn.quantisers.together import LsqTogether, Part
 from pwfn.sections import Codebooks
 
 END_BITS = 8
@@ -50,6 +52,7 @@ class Quantised(Method):
             self.quantiser(entry, piece) for entry, piece in zip(self.layout.entries, pieces, strict=True)
         )
         self._is_final = False
+        self._at_once: LsqTogether | None = None  # made where the weights are
         description = self.attached(model)
         if description is not None:
             activations.attach(self.model, description)
@@ -86,10 +89,14 @@ class Quantised(Method):
 
     def views(self) -> dict[str, Tensor]:
         """The quantised weights; at the end, those that took the latent ones' place."""
+        if self._is_final:
+            return self.layout.views(self.latent)
+        together = self._together()
+        if together is not None:
+            return self.layout.views(together(self.latent))
         pieces = self.layout.pieces(self.latent)
-        if not self._is_final:
-            pieces = [quantiser(piece) for quantiser, piece in zip(self.quantisers, pieces, strict=True)]
-        return self.layout.named(pieces)
+        quantised = [quantiser(piece) for quantiser, piece in zip(self.quantisers, pieces, strict=True)]
+        return self.layout.named(quantised)
 
     def between(self, number: int, fraction: float) -> Between:
         """Nothing but, after the last stretch, the quantised weights for good."""
@@ -150,6 +157,24 @@ class Quantised(Method):
         """What ``get_extra_state`` gave."""
         self._is_final = state["is_final"]
         self.latent.requires_grad_(not self._is_final)
+
+    def parts(self) -> list[Part] | None:
+        """Where each LSQ quantiser's weights lie in the vector; None if not all are, or lie together."""
+        found = []
+        for entry, quantiser in zip(self.layout.entries, self.quantisers, strict=True):
+            if not isinstance(quantiser, LsqQuantiser) or quantiser.axis not in (None, 0):
+                return None
+            found.append(Part(quantiser, entry.size))
+        return found
+
+    def _together(self) -> LsqTogether | None:
+        """All quantisers at once, where they can be: far fewer operations where layers are many and small."""
+        if not self.config.training.fused:
+            return None
+        if self._at_once is None or self._at_once.device != self.latent.device:
+            parts = self.parts()
+            self._at_once = LsqTogether(parts, self.latent.device) if parts else None
+        return self._at_once
 
     @torch.no_grad()
     def _values(self) -> Tensor:

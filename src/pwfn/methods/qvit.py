@@ -19,6 +19,7 @@ from pwfn.layout import Entry
 from pwfn.methods.protocol import Fisher, Through
 from pwfn.methods.quantised import Quantised
 from pwfn.quantisers import LsqQuantiser
+from pwfn.quantisers.together import Part
 from pwfn.sections import Codebooks
 
 
@@ -96,6 +97,16 @@ class QVit(Quantised):
     def divided(self, entry: Entry) -> tuple[int, int]:
         """A codebook for each head, or as other methods have them."""
         return self._heads(entry) or super().divided(entry)
+
+    def parts(self) -> list[Part] | None:
+        """Heads lie one after the other too, where they are cut along the first axis."""
+        found = []
+        for entry, quantiser in zip(self.layout.entries, self.quantisers, strict=True):
+            own = quantiser.lsq if isinstance(quantiser, PartsQuantiser) else quantiser
+            if not isinstance(own, LsqQuantiser) or own.axis not in (None, 0):
+                return None
+            found.append(Part(own, entry.size))
+        return found
 
     def _heads(self, entry: Entry) -> tuple[int, int] | None:
         """Axis and number of the heads of q, k and v, where each has a codebook of its own."""

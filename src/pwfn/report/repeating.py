@@ -113,14 +113,14 @@ def command(record: Mapping[str, Any], asked: Mapping[str, Any], settings: Setti
     """The command that repeats a run.
 
     ``asked`` are the names that the run was started with (``data``, ``weights``, and whatever else of
-    ``classes``, ``holdout``, ``limit`` and ``test_batch_size`` was said).
+    ``classes``, ``holdout``, ``limit``, ``test_batch_size`` and ``posterior`` was said).
     """
     identity = record["identity"]
     names = {"--data": asked.get("data") or DATA, "--weights": asked.get("weights") or WEIGHTS}
     missing = tuple(str(name) for name in names.values() if name in (DATA, WEIGHTS))
     words = ["--model", str(identity["model"]["name"]), *(str(w) for pair in names.items() for w in pair)]
     words += ["--out", out, "--batch-size", str(identity["data"]["batch_size"])]
-    for key in ("test_batch_size", "classes", "holdout", "limit"):
+    for key in ("test_batch_size", "classes", "holdout", "limit", "posterior"):
         if asked.get(key):
             words += [f"--{key.replace('_', '-')}", str(asked[key])]
     words += settings.arguments()

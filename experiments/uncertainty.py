@@ -1,0 +1,189 @@
+"""Does the posterior tell when a prediction is uncertain? Runs, their rivals, and why not, as one table.
+
+python experiments/uncertainty.py run --model cifar_resnet18 --weights W.safetensors \
+    --data npz:data/cifar10.npz --ood npz:data/fashion.npz --ood noise --seeds 0 1 2
+python experiments/uncertainty.py table            print the table of experiments/results/uncertainty
+
+`run` compresses the network with every variant and seed (or goes on with it), keeps the exact sigmas, and
+assesses each file: the ensemble of 20 draws beside its rivals, at several scales of sigma, with one sigma a
+weight and one a centre, and with BatchNorm statistics gathered anew for every draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pwfn import Compressed, Config, load, models
+from pwfn.batches import Source
+from pwfn.data import DataOptions, open_source
+from pwfn.opening import network_of, preparation_of
+from pwfn.options import RunOptions
+from pwfn.runs import run
+from pwfn.uncertainty import Assessment, Rival, assess, open_outside
+from pwfn.watching import Lines
+
+RESULTS = Path(__file__).resolve().parent / "results" / "uncertainty"
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "recommended": {},
+    "sigma kept": {"clustering.fixed_sigma": "keep"},
+    "fixed weights quiet": {"posterior.noise_on_fixed": False},
+    "sigma learns": {"training.sigma_learning_rate": 0.01},
+}
+"""What each changes from the recommended settings."""
+
+SCALES = (0.25, 0.5, 1.0, 2.0)
+MEASURES = ("accuracy", "nll", "brier", "calibration_error", "risk_coverage_area")
+
+
+def main() -> None:
+    """Run and assess, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    job = commands.add_parser("run", help="compress and assess")
+    for name in ("model", "weights", "data"):
+        job.add_argument(f"--{name}", required=True)
+    job.add_argument("--ood", action="append", default=[])
+    job.add_argument("--seeds", type=int, nargs="+", default=[0])
+    job.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    job.add_argument("--set", dest="changes", action="append", default=[], help="section.name=value, for all")
+    job.add_argument("--samples", type=int, default=20)
+    job.add_argument("--device", default=None)
+    job.add_argument("--runs", type=Path, default=Path("runs/uncertainty"))
+    job.add_argument("--out", type=Path, default=RESULTS)
+    job.add_argument("--commit", default=None, help="of this code, where it is not a git checkout")
+    shown = commands.add_parser("table", help="print the table")
+    shown.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.command == "table":
+        print("\n".join(table(options.out)))
+        return
+    for variant in options.variants:
+        for seed in options.seeds:
+            study(options, variant, seed)
+
+
+def study(options: argparse.Namespace, variant: str, seed: int) -> None:
+    """One run, and all that is asked of its file."""
+    from pwfn.options import settings
+
+    name = f"{options.model}_{variant.replace(' ', '_')}_seed{seed}"
+    config: Config = settings(None, None, options.changes, seed).override(VARIANTS[variant])
+    chosen = RunOptions(options.model, options.data, options.runs / name, options.weights)
+    chosen = replace(chosen, device=options.device, resume=True, posterior="weight")
+    facts = run(chosen, config, Lines(lambda line: print(name, line, flush=True)))
+    compressed = load(chosen.out / "model.pwfn")
+    answers = {}
+    for label, found in _answers(options, compressed, seed):
+        answers[label] = found.to_dict()
+        row = found.row(Rival.ENSEMBLE)
+        print(name, label, f"accuracy {row.accuracy:.4f}, NLL {row.nll:.4f}", flush=True)
+    record = json.loads((chosen.out / "record.json").read_text())
+    result = {
+        "name": name,
+        "model": options.model,
+        "variant": variant,
+        "seed": seed,
+        "samples": options.samples,
+        "top1_start": facts["before"]["metric"],
+        "top1": facts["after"]["metric"],
+        "entropy_bits": facts["entropy_bits"],
+        "unique": facts["unique"],
+        "machine": record["machine"],
+        "commit": options.commit,
+        "settings": config.to_dict(),
+        "answers": answers,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _answers(
+    options: argparse.Namespace, compressed: Compressed, seed: int
+) -> Iterator[tuple[str, Assessment]]:
+    """The assessment as it is, then each thing that could be why the ensemble is no better."""
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    network = network_of(compressed, options.model).to(device)
+    preparation = preparation_of(compressed, options.model, network)
+    images = DataOptions.prepared(preparation, batch_size=128, test_batch_size=1000, seed=seed, device=device)
+    own = open_source(options.data, images)
+    ood = {spec: open_outside(spec, own, images).loader for spec in options.ood}
+    original = network_of(compressed, options.model).to(device)
+    if options.weights != "random":
+        models.load_weights(original, options.weights)
+
+    def ask(of: Compressed, **how: Any) -> Assessment:
+        common: dict[str, Any] = {"original": original, "ood": ood, "samples": options.samples, "seed": seed}
+        return assess(of, network, own.test, **common, **how)
+
+    for scale in SCALES:
+        yield f"sigma × {scale:g}", ask(compressed, sigma_scale=scale)
+    by_centre = replace(compressed, weight_sigma=None, centre_sigma=compressed.centre_sigmas())
+    yield "one sigma a centre", ask(by_centre)
+    yield "statistics of every draw", ask(compressed, settle=_settled(own.train, device))
+
+
+def _settled(train: Any, device: torch.device) -> Callable[[nn.Module], None]:
+    """Gathers BatchNorm statistics of a draw on a few batches, the same for every draw."""
+    source = Source("training data", train, device)
+    batches = [batch for batch, _ in zip(source.endless(), range(8), strict=False)]
+
+    def settle(model: nn.Module) -> None:
+        layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # a plain mean
+            layer.train()
+        with torch.no_grad():
+            for batch in batches:
+                batch.through(model, "training data")
+        for layer in layers:
+            layer.eval()
+
+    return settle
+
+
+def table(folder: Path) -> list[str]:
+    """Every variant and question, mean ± standard deviation over seeds, as Markdown."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for result in found:
+        for label, answer in result["answers"].items():
+            groups.setdefault((result["variant"], label), []).append(answer)
+    lines = [
+        "| variant | question | rival | accuracy, % | NLL | Brier | ECE | AURC | AUROC by max p |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (variant, label), answers in groups.items():
+        for rival in [row["name"] for row in answers[0]["rows"]]:
+            rows = [next(row for row in answer["rows"] if row["name"] == rival) for answer in answers]
+            if label != f"sigma × {1.0:g}" and not rival.startswith("ensemble"):
+                continue  # the others do not depend on the question
+            cells = [
+                _shown([row[name] for row in rows], 100 if name == "accuracy" else 1) for name in MEASURES
+            ]
+            aurocs = "; ".join(
+                f"{spec} {_shown([row['auroc'][spec]['max_probability'] for row in rows])}"
+                for spec in rows[0]["auroc"]
+            )
+            lines.append(f"| {variant} | {label} | {rival} | {' | '.join(cells)} | {aurocs} |")
+    return lines
+
+
+def _shown(values: list[float], scale: float = 1.0) -> str:
+    mean = scale * statistics.fmean(values)
+    spread = f" ± {scale * statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{mean:.3f}{spread}"
+
+
+if __name__ == "__main__":
+    main()
