@@ -7,6 +7,7 @@ python experiments/uncertainty.py table            print the table of experiment
 `run` compresses the network with every variant and seed (or goes on with it), keeps the exact sigmas, and
 assesses each file: the ensemble of 20 draws beside its rivals, at several scales of sigma, with one sigma a
 weight and one a centre, and with BatchNorm statistics gathered anew for every draw.
+With --plain only as it is.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def main() -> None:
     job.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     job.add_argument("--set", dest="changes", action="append", default=[], help="section.name=value, for all")
     job.add_argument("--samples", type=int, default=20)
+    job.add_argument("--plain", action="store_true", help="assess each file as it is, and ask no more")
     job.add_argument("--device", default=None)
     job.add_argument("--runs", type=Path, default=Path("runs/uncertainty"))
     job.add_argument("--out", type=Path, default=RESULTS)
@@ -125,8 +127,10 @@ def _answers(
         common: dict[str, Any] = {"original": original, "ood": ood, "samples": options.samples, "seed": seed}
         return assess(of, network, own.test, **common, **how)
 
-    for scale in SCALES:
+    for scale in (1.0,) if options.plain else SCALES:
         yield f"sigma × {scale:g}", ask(compressed, sigma_scale=scale)
+    if options.plain:
+        return
     by_centre = replace(compressed, weight_sigma=None, centre_sigma=compressed.centre_sigmas())
     yield "one sigma a centre", ask(by_centre)
     yield "statistics of every draw", ask(compressed, settle=_settled(own.train, device))

@@ -279,6 +279,16 @@ def test_heads_elsewhere_than_expected_are_refused() -> None:
         model(torch.randn(2, 3, 4))
 
 
+def test_more_heads_than_the_module_can_have_are_refused_before_memory_is_taken_for_them() -> None:
+    model = Holder(Failing())
+    made = plan(model, Layout.of(model), ActivationKind.QVIT, None)
+    made["attention"][0]["heads"] = 10**15
+    with pytest.raises(LayoutError, match="attn has no parameter wider than 12, the description has 1,000"):
+        attach(model, made)
+    assert not hasattr(model, "pwfn_activations")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 # Similarity
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from pwfn import Config, ConfigError, LayoutError, load
 from pwfn.activations import attach, capturing, plan_capture, similarity_distance
 from pwfn.layout import Layout
-from pwfn.methods.qvit import PartsQuantiser, QVit
+from pwfn.methods.qvit import QVit
 from pwfn.models import digits_resnet
-from pwfn.quantisers import LsqQuantiser
+from pwfn.quantisers import LsqQuantiser, PartsQuantiser
 
 SETTINGS = {"method": "q-vit", "quantiser.bits": 3}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import math
 from collections.abc import Iterable
@@ -136,6 +137,17 @@ class Selectors:
         if not isinstance(item, str) or not item:
             raise ValueError
         return item
+
+
+def hint(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest that is known, or all.
+
+    >>> hint("trainning", ["training", "target"])
+    ": did you mean 'training'?"
+    """
+    names = [str(each) for each in known]
+    near = difflib.get_close_matches(str(name), names, n=1)
+    return f": did you mean {near[0]!r}?" if near else f": allowed is one of {', '.join(names)}"
 
 
 Check: TypeAlias = Number | Choice | Switch | Fractions | Numbers | Selectors

@@ -7,15 +7,14 @@ as a key of a table, in TOML. ``None`` is written ``"off"`` there.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from pwfn.checks import Choice, Number, Section
+from pwfn.checks import Choice, Number, Section, hint
 from pwfn.errors import ConfigError
 from pwfn.sections import (
     ClusteringConfig,
@@ -98,9 +97,9 @@ class Config:
         <Decay.COSINE: 'cosine'>
         """
         if not isinstance(name, str) or name not in PRESETS:
-            raise ConfigError(f"preset {name!r} is unknown{_hint(name, PRESETS)}")
+            raise ConfigError(f"preset {name!r} is unknown{hint(name, PRESETS)}")
         if not isinstance(method, str) or method not in list(MethodName):
-            raise ConfigError(f"method {method!r} is unknown{_hint(method, list(MethodName))}")
+            raise ConfigError(f"method {method!r} is unknown{hint(method, list(MethodName))}")
         if PRESETS[name] and method != MethodName.PWFN:
             raise ConfigError(f"preset {name!r} is of the method pwfn: leave it out for {method}")
         return cls(method=MethodName(method)).override(
@@ -120,7 +119,7 @@ class Config:
         changed: dict[str, Any] = {}
         for name, value in tables.items():
             if name not in known:
-                raise ConfigError(f"setting {name!r} is unknown{_hint(name, known)}")
+                raise ConfigError(f"setting {name!r} is unknown{hint(name, known)}")
             if name in _SINGLE or isinstance(value, Section):
                 changed[name] = value
                 continue
@@ -130,7 +129,7 @@ class Config:
             fields = [item.name for item in dataclasses.fields(section)]
             for key in value:
                 if key not in fields:
-                    raise ConfigError(f"setting '{name}.{key}' is unknown{_hint(key, fields)}")
+                    raise ConfigError(f"setting '{name}.{key}' is unknown{hint(key, fields)}")
             changed[name] = dataclasses.replace(section, **value)
         return dataclasses.replace(self, **changed)
 
@@ -242,9 +241,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, StrEnum):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    names = [str(each) for each in known]
-    near = difflib.get_close_matches(str(name), names, n=1)
-    return f": did you mean {near[0]!r}?" if near else f": allowed is one of {', '.join(names)}"

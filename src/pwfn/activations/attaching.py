@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pwfn.activations.attention import Rectification, RectifiedAttention
-from pwfn.activations.description import Description, InputFacts
+from pwfn.activations.description import AttentionFacts, Description, InputFacts
 from pwfn.activations.planning import channel_axis, input_channels, takes_input
 from pwfn.activations.quantising import ActivationQuantiser
 from pwfn.activations.similarity import QueriesAndKeys
@@ -69,6 +69,8 @@ def attach(model: nn.Module, description: Mapping[str, Any]) -> nn.Module:
             raise LayoutError(
                 f"{row.layer} is {layer} in the model, the description has {wanted}: they do not match"
             )
+    for part, holder in zip(facts.attention, holders, strict=True):
+        _check_heads(part, holder)
     attached, dtype = Attached(facts), _dtype(model)
     for row, layer in zip(facts.inputs, layers, strict=True):
         axis = channel_axis(layer) if row.channels is not None else None
@@ -82,6 +84,16 @@ def attach(model: nn.Module, description: Mapping[str, Any]) -> nn.Module:
         holder.register_forward_hook(rectified.leave, always_call=True)
     model.add_module(NAME, attached.to(_device(model)).train(model.training))
     return model
+
+
+def _check_heads(facts: AttentionFacts, holder: nn.Module) -> None:
+    """A description may come from a file: its numbers are believed as far as the module bears them out."""
+    widest = max((max(p.shape, default=0) for p in holder.parameters()), default=0)
+    if max(facts.heads, facts.key_heads) > widest:
+        raise LayoutError(
+            f"{facts.module} has no parameter wider than {widest}, the description has {facts.heads:,} heads "
+            f"of queries and {facts.key_heads:,} of keys: they do not match"
+        )
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

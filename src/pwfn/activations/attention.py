@@ -29,10 +29,9 @@ class Rectification(nn.Module):
     Mean and variance are those of a sample's head, over its tokens and channels; gain and shift are
     learned, one pair a head. The paper writes ``mu(q)`` and ``sigma(q)`` without saying over what; its
     released program normalises every token by itself, with gain 1 and shift 0 to start from. That
-    makes all tokens equally long, which no gain undoes: a trained network loses much of what it knows
-    at the first step. Statistics of the whole head keep tokens in proportion, and with the gain
-    started at the mean deviation and the shift at the mean of a first batch, the rectified attention
-    begins next to the unrectified one.
+    makes all tokens equally long, which no gain undoes. Statistics of the whole head keep tokens in
+    proportion, and with the gain started at the mean deviation and the shift at the mean of a first
+    batch, the rectified attention begins next to the unrectified one.
 
     >>> rectification = Rectification(heads=1)
     >>> rectification.observing = True

@@ -5,14 +5,13 @@ They are in ``paper.toml``, with their source.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from pwfn.checks import hint
 from pwfn.errors import ConfigError
 
 WITHOUT_ENDS = " (w/o FL-Bias)"
@@ -113,14 +112,3 @@ def check_method(name: str) -> None:
     """Refuse a method that the paper's table does not have."""
     if name not in methods():
         raise ConfigError(f"paper is {name!r}, no method of the paper's table{hint(name, methods())}")
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest that is known, or all.
-
-    >>> hint("Resnet-18", networks())
-    ": did you mean 'ResNet-18'?"
-    """
-    names = [str(other) for other in known]
-    near = difflib.get_close_matches(name, names, n=1)
-    return f": did you mean {near[0]!r}?" if near else f": allowed is one of {', '.join(names)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from pwfn import methods
-from pwfn.checks import Number
+from pwfn.checks import Number, hint
 from pwfn.compare import paper
 from pwfn.config import Config
 from pwfn.errors import ConfigError
@@ -297,7 +297,7 @@ def _made(kind: type[_Kind], table: Mapping[str, Any], others: tuple[str, ...] =
     names: list[str] = [item.name for item in declared]
     for key in table:
         if key not in names:
-            raise ConfigError(f"{key!r} is unknown{paper.hint(key, (*names, *others))}")
+            raise ConfigError(f"{key!r} is unknown{hint(key, (*names, *others))}")
     for item in declared:
         needed = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if needed and item.name not in table:
@@ -342,10 +342,10 @@ def _check_network(network: Network, earlier: list[str]) -> None:
 
 def _check_row(plan: Plan, row: Row, names: list[str]) -> None:
     if row.method not in list(MethodName):
-        raise ConfigError(f"method {row.method!r} is unknown{paper.hint(row.method, list(MethodName))}")
+        raise ConfigError(f"method {row.method!r} is unknown{hint(row.method, list(MethodName))}")
     for name in row.models or ():
         if name not in names:
-            raise ConfigError(f"models has {name!r}, no network of this table{paper.hint(name, names)}")
+            raise ConfigError(f"models has {name!r}, no network of this table{hint(name, names)}")
     if row.paper is not None and row.paper != "off":
         paper.check_method(row.paper)
     if row.label is not None and not _slug(row.label):

@@ -19,8 +19,7 @@ from pwfn.errors import ConfigError, WeightError
 from pwfn.flat import FlatOptimizer
 from pwfn.layout import Entry, Layout, held, untouched
 from pwfn.methods.protocol import Between, Fisher, Method, Through, torch_optimizer
-from pwfn.quantisers import LsqQuantiser
-from pwfn.quantisers.together import LsqTogether, Part
+from pwfn.quantisers.together import LsqTogether, parts_of
 from pwfn.sections import Codebooks
 
 END_BITS = 8
@@ -158,21 +157,12 @@ class Quantised(Method):
         self._is_final = state["is_final"]
         self.latent.requires_grad_(not self._is_final)
 
-    def parts(self) -> list[Part] | None:
-        """Where each LSQ quantiser's weights lie in the vector; None if not all are, or lie together."""
-        found = []
-        for entry, quantiser in zip(self.layout.entries, self.quantisers, strict=True):
-            if not isinstance(quantiser, LsqQuantiser) or quantiser.axis not in (None, 0):
-                return None
-            found.append(Part(quantiser, entry.size))
-        return found
-
     def _together(self) -> LsqTogether | None:
         """All quantisers at once, where they can be: far fewer operations where layers are many and small."""
         if not self.config.training.fused:
             return None
         if self._at_once is None or self._at_once.device != self.latent.device:
-            parts = self.parts()
+            parts = parts_of(self.quantisers, [entry.size for entry in self.layout.entries])
             self._at_once = LsqTogether(parts, self.latent.device) if parts else None
         return self._at_once
 

@@ -18,8 +18,7 @@ from pwfn.config import Config
 from pwfn.layout import Entry
 from pwfn.methods.protocol import Fisher, Through
 from pwfn.methods.quantised import Quantised
-from pwfn.quantisers import LsqQuantiser
-from pwfn.quantisers.together import Part
+from pwfn.quantisers import LsqQuantiser, PartsQuantiser
 from pwfn.sections import Codebooks
 
 
@@ -98,16 +97,6 @@ class QVit(Quantised):
         """A codebook for each head, or as other methods have them."""
         return self._heads(entry) or super().divided(entry)
 
-    def parts(self) -> list[Part] | None:
-        """Heads lie one after the other too, where they are cut along the first axis."""
-        found = []
-        for entry, quantiser in zip(self.layout.entries, self.quantisers, strict=True):
-            own = quantiser.lsq if isinstance(quantiser, PartsQuantiser) else quantiser
-            if not isinstance(own, LsqQuantiser) or own.axis not in (None, 0):
-                return None
-            found.append(Part(own, entry.size))
-        return found
-
     def _heads(self, entry: Entry) -> tuple[int, int] | None:
         """Axis and number of the heads of q, k and v, where each has a codebook of its own."""
         if self.codebooks is not Codebooks.HEAD or entry.attention is None:
@@ -121,29 +110,3 @@ class QVit(Quantised):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_distance": None}  # which is part of a graph, and cannot be copied
-
-
-class PartsQuantiser(nn.Module):
-    """LSQ with a step for each of as many equal parts as an axis of the weight is cut into.
-
-    >>> quantiser = PartsQuantiser(torch.tensor([[1.0], [-1.0], [2.0], [-6.0]]), bits=2, axis=0, parts=2)
-    >>> quantiser.lsq.step.tolist()  # 2 mean|w| / sqrt(Q_P), with Q_P = 1
-    [2.0, 8.0]
-    """
-
-    def __init__(self, weight: Tensor, bits: int, axis: int, parts: int) -> None:
-        super().__init__()
-        self.axis, self.parts = axis, parts
-        self.lsq = LsqQuantiser.for_weights(self._cut(weight), bits, axis)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """The quantised weight."""
-        quantised: Tensor = self.lsq(self._cut(weight))
-        return quantised.flatten(self.axis, self.axis + 1)
-
-    def codebook(self, weight: Tensor | None = None) -> Tensor:
-        """A row of values for each part, ascending."""
-        return self.lsq.codebook(weight)
-
-    def _cut(self, weight: Tensor) -> Tensor:
-        return weight.unflatten(self.axis, (self.parts, -1))

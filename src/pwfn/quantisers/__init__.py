@@ -5,6 +5,7 @@ from __future__ import annotations
 from pwfn.quantisers.apot import AlphaGradient, ApotQuantiser
 from pwfn.quantisers.lsq import Codes, LsqQuantiser, signed_codes, unsigned_codes
 from pwfn.quantisers.lsqplus import LsqPlusQuantiser
+from pwfn.quantisers.parts import PartsQuantiser
 from pwfn.quantisers.protocol import WeightQuantiser
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Codes",
     "LsqPlusQuantiser",
     "LsqQuantiser",
+    "PartsQuantiser",
     "WeightQuantiser",
     "signed_codes",
     "unsigned_codes",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pwfn.quantisers.lsq import SMALLEST_STEP, LsqQuantiser, gradient_scale
+from pwfn.quantisers.parts import PartsQuantiser
 
 
 class Part(NamedTuple):
@@ -18,6 +19,23 @@ class Part(NamedTuple):
 
     quantiser: LsqQuantiser
     size: int
+
+
+def parts_of(quantisers: Iterable[nn.Module], sizes: Iterable[int]) -> list[Part] | None:
+    """The parts that quantisers have of a vector; None unless all are LSQ's, each step's weights together.
+
+    >>> len(parts_of([LsqQuantiser.for_weights(torch.ones(2, 3), bits=4, axis=0)], [6]))
+    1
+    >>> parts_of([LsqQuantiser.for_weights(torch.ones(2, 3), bits=4, axis=1)], [6]) is None
+    True
+    """
+    found = []
+    for quantiser, size in zip(quantisers, sizes, strict=True):
+        own = quantiser.lsq if isinstance(quantiser, PartsQuantiser) else quantiser
+        if not isinstance(own, LsqQuantiser) or own.axis not in (None, 0):
+            return None
+        found.append(Part(own, size))
+    return found
 
 
 class LsqTogether:
