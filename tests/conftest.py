@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from pwfn import cli
+from pwfn.methods import Look
 
 Call = Callable[..., tuple[int, str, str]]
 
 
-def no_fisher(parameter: nn.Parameter, count: int) -> Tensor:
-    """For methods that do not ask for the curvature of the loss as they begin."""
-    raise AssertionError("nobody should ask")
+def look_with(through: Callable[[nn.Module], object]) -> Look:
+    """For methods that ask, as they begin, for no more than to put a batch through a module."""
+
+    def unasked(*_: object) -> Any:
+        raise AssertionError("nobody should ask")
+
+    return Look(through, fisher=unasked, loss=unasked)
 
 
 @pytest.fixture

@@ -258,41 +258,43 @@ def test_zero_fix_draws_small_weights_to_zero():
 
 
 def test_zero_first_by_hand():
-    # b = 2. Of five, ceil(5 · 0.5) = 3 go to zero, the smallest: 0.1, -0.2 and, of two of 0.25, the first.
-    mu, sigma = [0.25, 0.1, -0.2, 0.25, 1.0], [1e-6] * 5
-    result = fix_round(*tensors(mu, sigma), 0.8, b=2, zero_first=0.5)
+    # b = 2. Within two sigmas of zero are 0.1, -0.2 (just so) and 0.25; 0.3 with its smaller sigma is not.
+    mu, sigma = [0.25, 0.1, -0.2, 0.3, 1.0], [0.25, 0.1, 0.1, 0.125, 0.1]
+    result = fix_round(*tensors(mu, sigma), 0.8, b=2, zero_first=2.0)
     assert result.mu.tolist() == [0.0, 0.0, 0.0, 0.25, 1.0]
     assert result.fixed.tolist() == [True, True, True, True, False]
-    assert [tuple(step) for step in result.steps] == [(0.0, 1, 0.0, 3), (0.25, 1, 1.0, 1)]
+    assert [tuple(step) for step in result.steps] == [(0.0, 1, 2.0, 3), (0.25, 1, 1.0, 1)]
     mean = 0.15 / 3
     spread = math.sqrt(((0.25 - mean) ** 2 + (0.1 - mean) ** 2 + (-0.2 - mean) ** 2) / 3)
-    assert result.sigma.tolist() == pytest.approx([spread] * 3 + [0.0, 1e-6], rel=1e-12)
-    kept = fix_round(*tensors(mu, sigma), 0.8, b=2, zero_first=0.5, fixed_sigma="keep")
+    assert result.sigma.tolist() == pytest.approx([spread] * 3 + [0.0, 0.1], rel=1e-12)
+    kept = fix_round(*tensors(mu, sigma), 0.8, b=2, zero_first=2.0, fixed_sigma="keep")
     assert kept.sigma.tolist() == sigma
 
 
 def test_zero_first_is_of_the_first_round_alone():
-    mu, sigma = [0.25, 0.1, -0.2, 0.25, 1.0], [1e-6] * 5
-    more = fix_round(*tensors(mu, sigma), 0.2, b=2, zero_first=0.5)
+    mu, sigma = [0.25, 0.1, -0.2, 0.3, 1.0], [0.25, 0.1, 0.1, 0.125, 0.1]
+    more = fix_round(*tensors(mu, sigma), 0.2, b=2, zero_first=2.0)
     assert int(more.fixed.sum()) == 3  # more than the fraction asks for
-    enough = fix_round(more.mu, more.sigma, more.fixed, 0.6, b=2, zero_first=0.5)
+    enough = fix_round(more.mu, more.sigma, more.fixed, 0.6, b=2, zero_first=20.0)
     assert enough.steps == []
-    last = fix_round(more.mu, more.sigma, more.fixed, 1.0, b=2, zero_first=0.5)
+    last = fix_round(more.mu, more.sigma, more.fixed, 1.0, b=2, zero_first=20.0)
     assert [step.centre for step in last.steps] == [0.25, 1.0]
-    assert fix_round(*tensors(mu, sigma), 0.0, zero_first=0.5).steps == []
-    everything = fix_round(*tensors(mu, sigma), 0.2, zero_first=1.0)
+    assert fix_round(*tensors(mu, sigma), 0.0, zero_first=2.0).steps == []
+    everything = fix_round(*tensors(mu, sigma), 0.2, zero_first=10.0)
     assert everything.mu.tolist() == [0.0] * 5
+    none = fix_round(*tensors(mu, sigma), 0.2, b=2, zero_first=0.5)  # 0.1 is one sigma away
+    assert none.steps == fix_round(*tensors(mu, sigma), 0.2, b=2).steps
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_zero_first_agrees_with_the_literal_reading(rule):
     rng = random.Random(rule)
-    for case, (size, share) in enumerate(product((1, 2, 7, 63, 127), (0.01, 0.2, 0.35, 0.9, 1.0))):
+    for case, (size, reach) in enumerate(product((1, 2, 7, 63, 127), (0.01, 0.5, 1.0, 3.0, 1e9))):
         mu, sigma = DRAWS[case % len(DRAWS)](rng, size, 7)
         fixed = [False] * size
         for fraction in (0.2, 0.4, 1.0):
             result = assert_agrees(
-                mu, sigma, fixed, fraction, rule=rule, sweep=SWEEPS[case % 3], zero_first=share
+                mu, sigma, fixed, fraction, rule=rule, sweep=SWEEPS[case % 3], zero_first=reach
             )
             mu, sigma, fixed = result.mu.tolist(), result.sigma.tolist(), result.fixed.tolist()
         assert all(fixed)
@@ -303,12 +305,9 @@ def test_zero_first_of_many_weights_in_blocks():
     mu = torch.randn(300_007, generator=generator)
     start = mu, torch.full_like(mu, 1e-3), torch.zeros(mu.numel(), dtype=torch.bool)
     with patch.object(clustering_free, "_BLOCK", 2**16):
-        result = fix_round(*start, 0.5, zero_first=0.4)
-    count = target_count(mu.numel(), 0.4)
-    at = mu.abs().argsort(stable=True)[:count]
-    expected = torch.zeros_like(start[2])
-    expected[at] = True
-    assert result.steps[0].count == count
+        result = fix_round(*start, 0.5, zero_first=400.0)
+    expected = mu.abs() / 1e-3 <= 400
+    assert result.steps[0].count == int(expected.sum())
     assert bool((result.mu[expected] == 0).all())
     assert bool(result.fixed[expected].all())
     assert int(result.fixed.sum()) == target_count(mu.numel(), 0.5)
@@ -668,7 +667,7 @@ GOOD = {
         ({"omega_max": 0}, "omega_max is 0.*at least 1"),
         ({"zero_fix": "no"}, "zero_fix is 'no'.*true or false"),
         ({"rate": -0.1}, "rate is -0.1.*at least 0"),
-        ({"zero_first": 1.5}, "zero_first is 1.5.*at most 1"),
+        ({"zero_first": -0.5}, "zero_first is -0.5.*at least 0"),
         ({"sweep": 0}, "sweep is 0.*above 0"),
         ({"sweep": math.inf}, "sweep is inf.*above 0"),
         ({"distance_floor": 0}, "distance_floor is 0.*above 0"),

@@ -27,6 +27,7 @@ from pwfn.sections import (
     PosteriorConfig,
     Precision,
     QuantiserConfig,
+    Rest,
     Rule,
     ScheduleConfig,
     SigmaInit,
@@ -126,8 +127,15 @@ ABOVE_0_CASE = number("a number above 0", [0, 0.0, -0.0, -1, 10**400], [TINY, 1,
 CASES: dict[str, Case] = {
     "layout.include": selectors(),
     "layout.exclude": selectors(),
-    "posterior.init": choice(SigmaInit, "powers", "constant", "relative", "curvature", "curvature_root"),
+    "posterior.init": choice(
+        SigmaInit, "powers", "constant", "network", "tolerance", "relative", "curvature", "curvature_root"
+    ),
     "posterior.constant_sigma": ABOVE_0_CASE,
+    "posterior.network_sigma": ABOVE_0_CASE,
+    "posterior.tolerance": ABOVE_0_CASE,
+    "posterior.tolerance_batches": number(
+        "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 32, 8.0], st.integers(1, 10**6)
+    ),
     "posterior.relative_sigma": ABOVE_0_CASE,
     "posterior.curvature_batches": number(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 32, 8.0], st.integers(1, 10**6)
@@ -139,7 +147,7 @@ CASES: dict[str, Case] = {
     "posterior.learn_sigma": switch(),
     "posterior.noise_on_fixed": switch(),
     "clustering.rule": choice(Rule, "mean", "each", "nearest"),
-    "clustering.b": number(
+    "clustering.b": optional(
         "a whole number of at least 0 and at most 30",
         [-1, 31, 7.5, 10**400],
         [0, 30, 7.0],
@@ -151,9 +159,7 @@ CASES: dict[str, Case] = {
     ),
     "clustering.rate": AT_LEAST_0_CASE,
     "clustering.zero_fix": switch(),
-    "clustering.zero_first": number(
-        "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.5, 1], st.floats(0, 1)
-    ),
+    "clustering.zero_first": AT_LEAST_0_CASE,
     "clustering.sweep": optional("a number above 0", [0, -1.0], [TINY, 16], ABOVE_0),
     "clustering.distance_floor": ABOVE_0_CASE,
     "clustering.fixed_sigma": choice(FixedSigma, "std", "keep"),
@@ -209,6 +215,8 @@ CASES: dict[str, Case] = {
     "finish.reestimate_epochs": ABOVE_0_CASE,
     "finish.polish_epochs": AT_LEAST_0_CASE,
     "finish.polish_learning_rate": AT_LEAST_0_CASE,
+    "finish.fold_batchnorm": switch(),
+    "finish.rest": choice(Rest, "float32", "float16", "bfloat16"),
     "target.max_drop": optional(
         "a number of at least 0 and at most 100", [-0.1, 100.5], [0, 0.5, 100], st.floats(0, 100)
     ),
@@ -375,7 +383,10 @@ def test_an_unknown_preset_is_refused(name: Any) -> None:
         ("training.learning_rat", "did you mean 'learning_rate'?"),
         ("shedule.fractions", "did you mean 'schedule'?"),
         ("sed", "did you mean 'seed'?"),
-        ("posterior.zzz", "allowed is one of init, constant_sigma, relative_sigma, curvature_batches"),
+        (
+            "posterior.zzz",
+            "allowed is one of init, constant_sigma, network_sigma, tolerance, tolerance_batches",
+        ),
         (
             "zzz",
             "allowed is one of method, seed, layout, posterior, clustering, quantiser, wfn, training",

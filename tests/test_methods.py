@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Call, no_fisher
+from conftest import Call, look_with
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -184,7 +184,7 @@ def test_what_is_scored_is_what_is_saved(name: str, convnet: nn.Module, transfor
     """The network in training, once its weights are in place, computes what its file does."""
     model = network(name, convnet, transformer)
     net = methods.of(settings(name))(model, settings(name))
-    net.begin(lambda module: module(TRAIN[0][0]), fisher=no_fisher)
+    net.begin(look_with(lambda module: module(TRAIN[0][0])))
     net.between(3, 1.0)
     small = net.finish().apply_to(copy.deepcopy(model)).eval()
     net.eval()

@@ -425,8 +425,9 @@ def test_the_curvature_is_that_of_the_labels_loss_whoever_teaches() -> None:
 
 LEVERS = BRIEF.override(
     {
-        "posterior.init": "curvature_root",
         "posterior.curvature_batches": 3,
+        "posterior.tolerance_batches": 3,
+        "clustering.b": None,
         "clustering.rate": 0.1,
         "clustering.zero_first": 0.3,
         "training.distill": True,
@@ -437,11 +438,13 @@ LEVERS = BRIEF.override(
 )
 
 
+@pytest.mark.parametrize("init", ["curvature_root", "tolerance"])
 @pytest.mark.parametrize("last", [1, 3, 7, 18])  # of 3, 6 and 9 steps
-def test_all_levers_together_stopped_anywhere_end_in_the_same_bits(last: int) -> None:
+def test_all_levers_together_stopped_anywhere_end_in_the_same_bits(last: int, init: str) -> None:
     made = task("classification")
     data = Repeated(made.train)
-    whole = compress(made.model, data, made.val, LEVERS)
+    levers = LEVERS.override({"posterior.init": init})
+    whole = compress(made.model, data, made.val, levers)
     assert whole.rounds[0].fix.steps[0].centre == 0
     assert [done.steps for done in whole.rounds] == [3, 6, 9]
     kept: list[Progress] = []
@@ -452,8 +455,8 @@ def test_all_levers_together_stopped_anywhere_end_in_the_same_bits(last: int) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compress(made.model, data, made.val, LEVERS, keep=keep)
-    again = compress(made.model, data, made.val, LEVERS, resume=kept[-1])
+        compress(made.model, data, made.val, levers, keep=keep)
+    again = compress(made.model, data, made.val, levers, resume=kept[-1])
     assert torch.equal(again.compressed.values(), whole.compressed.values())
     assert torch.equal(again.compressed.sigma, whole.compressed.sigma)
     assert [done.scores for done in again.rounds] == [done.scores for done in whole.rounds]

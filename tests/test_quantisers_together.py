@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import no_fisher
+from conftest import look_with
 from torch import Tensor, nn
 from waiting import NoWaiting
 
@@ -138,7 +138,7 @@ def test_a_run_is_the_same_either_way(network: str, name: str, codebooks: str) -
         changes = {"quantiser.codebooks": codebooks, "schedule.epochs": 1.0, "training.fused": fused}
         config = Config.preset("recommended", name).override(changes)
         net = methods.of(config)(model, config)
-        net.begin(lambda module: module(data[0][0]), fisher=no_fisher)
+        net.begin(look_with(lambda module: module(data[0][0])))
         views = net.views()
         result = compress(model, data, config=config).compressed
         found.append((views, result.values()))

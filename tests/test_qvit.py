@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import no_fisher
+from conftest import look_with
 from test_activations import NoQuestions
 from test_attention import NETWORKS, images, own_vit, timm_vit
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def config(**changes: Any) -> Config:
 def network(make: Any = own_vit, **changes: Any) -> QVit:
     """Begun with a first batch."""
     net = QVit(make(), config(**changes))
-    net.begin(lambda module: module(images()), fisher=no_fisher)
+    net.begin(look_with(lambda module: module(images())))
     return net
 
 
@@ -150,7 +150,7 @@ def test_the_teacher_is_neither_trained_nor_saved_but_moves_along() -> None:
     model = own_vit()
     was = copy.deepcopy(model.state_dict())
     net = QVit(model, config())
-    net.begin(lambda module: module(images()), fisher=no_fisher)
+    net.begin(look_with(lambda module: module(images())))
     trained(net)
     assert not any("teacher" in name for name in net.state_dict())
     assert sum(p.numel() for p in net.parameters()) < 1.2 * sum(p.numel() for p in model.parameters())
@@ -258,10 +258,10 @@ def test_networks_without_transformer_blocks_are_refused() -> None:
         block.attn.fused_attn = False
     net = QVit(unfused, config())
     with pytest.raises(LayoutError, match="does not go through torch's scaled_dot_product_attention"):
-        net.begin(lambda module: module(images()), fisher=no_fisher)
+        net.begin(look_with(lambda module: module(images())))
     packed = QVit(Packed(), config())
     with pytest.raises(LayoutError, match="does not go through torch's scaled_dot_product_attention"):
-        packed.begin(lambda module: module(torch.randn(2, 3, 4)), fisher=no_fisher)
+        packed.begin(look_with(lambda module: module(torch.randn(2, 3, 4))))
 
 
 class Packed(nn.Module):

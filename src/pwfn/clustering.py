@@ -64,7 +64,7 @@ def fix_round(
     fraction: float,
     *,
     rule: Rule | str = Rule.MEAN,
-    b: int = 7,
+    b: int | None = 7,
     delta: float = 1.0,
     omega_max: int = 4,
     rate: float = 0.0,
@@ -87,16 +87,16 @@ def fix_round(
         fraction: of all weights, 0 to 1.
         rule: ``mean`` (longest prefix by D whose mean D is at most delta), ``each`` (every D at
             most delta) or ``nearest`` (``mean`` among the weights nearest to ``c*``).
-        b: the smallest power of two is ``2^-b``.
+        b: the smallest power of two is ``2^-b``; None: the b for which that is from one to two sigmas of
+            the median (the lower one) free weight.
         delta: first threshold, in sigmas.
         omega_max: most powers of two in a centre.
         rate: where above 0, ``c*`` is the candidate that has the least ``D + rate * bits(c)`` for most free
             weights (and ``nearest`` admits those); a sweep goes by it too. With n weights fixed so far,
             n_c of them at c, ``bits(c) = log2(n / n_c)``, and ``log2(n + 1)`` for a c that has none.
         zero_fix: weights with ``|mu| < 2^-b`` have D = 0 to candidate 0, which so is their nearest.
-        zero_first: where none is fixed yet, the ``ceil(N * zero_first)`` of the smallest ``|mu|`` go to 0
-            before any centre is chosen, whatever their distance (a step of ``delta = 0``). They count
-            towards the fraction, and may be more than it asks for.
+        zero_first: where above 0 and none is fixed yet, all weights within so many sigmas of 0 go there
+            before any centre is chosen. They count towards the fraction, and may be more than it asks for.
         sweep: once delta would double past it, each weight still needed goes to its own nearest
             candidate of order omega_max, smallest D first, its sigma capped at ``2^-b / 4``.
         distance_floor: smallest sigma used in D.
@@ -131,10 +131,11 @@ def fix_round(
 
     free = (RatedWeights if settings.rate else FreeWeights)(mu, sigma, fixed, settings)
     if settings.zero_first and not already:
-        near, chosen = free.smallest(target_count(mu.numel(), settings.zero_first))
-        free.fix(near, chosen, 0.0)
-        steps.append(FixStep(0.0, 1, 0.0, chosen.length))
-        needed -= chosen.length
+        near, chosen = free.within(0.0, settings.zero_first)
+        if chosen.length > 0:
+            free.fix(near, chosen, 0.0)
+            steps.append(FixStep(0.0, 1, settings.zero_first, chosen.length))
+            needed -= chosen.length
     omega, delta = 1, settings.delta
     while needed > 0:
         centre, stretch = free.most_popular(omega)

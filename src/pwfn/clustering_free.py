@@ -50,13 +50,27 @@ class Cut(NamedTuple):
     length: int
 
 
+def precision_by(sigma: Tensor) -> int:
+    """The b, from 0 to 30, for which ``2^-b`` is from one to two of the median (the lower one) sigma.
+
+    Among candidates much closer to each other than sigma, which is nearest to most says little: the centre
+    that takes all within a sigma would be any of those near zero, and not zero.
+
+    >>> precision_by(torch.tensor([0.01, 0.04, 9.0]))
+    4
+    """
+    middle = float(sigma.median()) if sigma.numel() else 1.0
+    return min(max(math.floor(-math.log2(max(middle, 2.0**-30))), 0), 30)
+
+
 class FreeWeights:
     """The free weights of a vector. Fixing them writes into the tensors given; end with :meth:`finish`."""
 
     def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, config: ClusteringConfig):
         self._mu, self._sigma, self._fixed = mu, sigma, fixed
         self._config = config
-        self._unit = 2.0**-config.b
+        self._b = precision_by(sigma[~fixed]) if config.b is None else config.b
+        self._unit = 2.0**-self._b
         # A floor below what the number type can hold would leave D = 0 / 0 for a weight on its centre.
         self._floor = max(config.distance_floor, torch.finfo(mu.dtype).tiny)
         self._outer: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -105,16 +119,14 @@ class FreeWeights:
             near.clear()  # its memory, before the wider window takes more
             distances.clear()
 
-    def smallest(self, count: int) -> tuple[list[Near], Cut]:
-        """The ``count`` free weights of the smallest ``|mu|``; of equal ones the first of the vector."""
+    def within(self, centre: float, reach: float) -> tuple[list[Near], Cut]:
+        """All free weights with D at most ``reach`` to a centre of order 1."""
         if self._set_grid(1):
             self._votes = self._count()
-        parts = []
-        for block in self._blocks():
-            at = self._free(block)
-            if at.numel():
-                parts.append(Near(block, at.to(torch.int32), self._mu[block][at].abs_()))
-        return parts, cut([part.distance for part in parts], count)
+        above, to, _ = self._window(centre, reach)
+        near = self._near(centre, above, to)
+        count = sum(int((part.distance <= reach).count_nonzero()) for part in near)
+        return near, Cut(reach, count, count)
 
     def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
         """Move the chosen ones to the centre; their sigma is the spread of the means just moved, or kept."""
@@ -207,7 +219,7 @@ class FreeWeights:
         if (omega, self._largest) == self._grid_of:
             return False
         self._grid_of = omega, self._largest
-        grid = candidates(self._largest, self._config.b, omega).to(self._mu.dtype)
+        grid = candidates(self._largest, self._b, omega).to(self._mu.dtype)
         # Above 2^24 times the unit float32 merges neighbours; what is left are still such sums.
         grid = torch.unique_consecutive(grid)
         if torch.equal(grid, self._grid.cpu()):

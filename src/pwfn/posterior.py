@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -227,6 +227,39 @@ class GaussianNetwork(WeightNetwork):
         sigma = curvature_sigma(curvature, scale, p.cap, root=root)
         self.free_sigma.copy_(torch.where(self.fixed, self.free_sigma, sigma))
 
+    @torch.no_grad()
+    def take_tolerated(self, loss: Callable[[], float]) -> None:
+        """Let sigma start at one value for all: the noise at which the loss has risen by the tolerance.
+
+        ``sigma``, with ``loss(sigma) = loss(0) + posterior.tolerance``, is found by halving its logarithm,
+        from 2^-8 to 8 times the root mean square of the weights, to a hundredth. ``loss`` is of the
+        network as it is, the same draws at every call. For ``posterior.init = "tolerance"``; ``compress``
+        does it by itself.
+
+        >>> settings = {"posterior.init": "tolerance", "posterior.tolerance": 0.25}
+        >>> net = GaussianNetwork(nn.Linear(3, 1), Config().override(settings))
+        >>> net.take_tolerated(lambda: net.sigma[0].item() ** 2)
+        >>> abs(net.sigma[0].item() - 0.5) < 0.005
+        True
+        """
+        rms = _root_mean_square(self.free_mu)
+        if rms == 0:
+            raise WeightError('every weight is zero: there is no sigma for posterior.init = "tolerance"')
+        self._set_free_sigma(SIGMA_FLOOR)
+        allowed = loss() + self.config.posterior.tolerance
+        low, high = -8.0, 3.0  # log2 of sigma / rms
+        for _ in range(10):
+            middle = (low + high) / 2
+            self._set_free_sigma(rms * 2**middle)
+            if loss() <= allowed:  # not so where it is nan
+                low = middle
+            else:
+                high = middle
+        self._set_free_sigma(max(rms * 2**low, SIGMA_FLOOR))
+
+    def _set_free_sigma(self, value: float) -> None:
+        self.free_sigma.masked_fill_(~self.fixed, value)
+
     def penalty(self) -> Tensor:
         """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3)."""
         short = torch.relu(self.config.posterior.cap - self.free_sigma)
@@ -363,10 +396,17 @@ class GaussianNetwork(WeightNetwork):
         return self.free_sigma.masked_fill(self.free_sigma < SIGMA_FLOOR, SIGMA_FLOOR)
 
 
+def _root_mean_square(values: Tensor) -> float:
+    return math.sqrt(float(values.detach().double().square().mean())) if values.numel() else 0.0
+
+
 def _starting_sigma(mu: Tensor, layout: Layout, config: PosteriorConfig) -> Tensor:
     if config.init is SigmaInit.CONSTANT:
         return torch.full_like(mu, config.constant_sigma)
+    if config.init is SigmaInit.NETWORK:
+        return torch.full_like(mu, max(config.network_sigma * _root_mean_square(mu), SIGMA_FLOOR))
     if config.init is SigmaInit.RELATIVE:
         return relative_sigma(mu, config.relative_sigma)
-    # Curvature is not known before data are: it comes by take_curvature, and until then sigma is this.
+    # What the loss says is not known before data are: it comes by take_curvature and take_tolerated, and
+    # until then sigma is this.
     return torch.cat([initial_sigma(mu[entry.span]) for entry in layout.entries])

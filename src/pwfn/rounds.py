@@ -21,11 +21,20 @@ from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.data.epochs import seed_from
 from pwfn.fileformat import dumps, load
+from pwfn.lightening import lighten
+from pwfn.looking import Looking
 from pwfn.methods import Method
 from pwfn.metrics import Pool
 from pwfn.progress import Keep, Progress, Pulse, Round
 from pwfn.randomness import random_states, restore_random_states
-from pwfn.scoring import LossFn, Objective, Scores, accuracy, divergence, evaluate
+from pwfn.scoring import (
+    LossFn,
+    Objective,
+    Scores,
+    accuracy,
+    divergence,
+    evaluate,
+)
 from pwfn.sections import Decay, Precision
 from pwfn.storage import replacing
 from pwfn.targets import State, check_target, choose
@@ -35,7 +44,6 @@ from pwfn.training import (
     Fitting,
     FlatStepper,
     Stepper,
-    diagonal_fisher,
     fit,
     reestimate_batchnorm,
     stepper_for,
@@ -84,6 +92,7 @@ class Run:
         if compare is None and config.training.distill:
             self.objective = Objective(loss_fn, self.original, divergence, share)
         self.epoch = self.train.steps_per_epoch(config.training)  # in batches
+        self.looking = Looking(self.train, self.task, self.scored, config, team)
 
     def whole(self, on_round: Callable[[Progress], None] | None) -> None:
         """All rounds that are left, the choice of a state where there is a target, and the finish."""
@@ -93,6 +102,8 @@ class Run:
             progress.before = self.scores(self.original, Precision.FP32)
             self.begin(self.net)
             progress.start = observed.at_start(self.net.layout, self.net.in_force())
+            if self.config.finish.lightens:  # what cannot be is told now, not after all the work
+                lighten(copy.deepcopy(self.net.model), self.config.finish)
         progress.restore(self.net)
         self.batches = self.train.endless(progress.batches)
         if progress.random is not None:
@@ -110,7 +121,7 @@ class Run:
         if self.config.target.wanted and progress.choice is None:
             self.settle()
         # Statistics fit the point estimate, then the parameters the statistics, then once more.
-        for number, step in enumerate((self.reestimate, self.polish, self.reestimate)):
+        for number, step in enumerate((self.reestimate, self.polish, self.reestimate, self.lighten)):
             if number >= progress.finished:
                 step()
                 progress.finished = number + 1
@@ -118,18 +129,8 @@ class Run:
 
     def begin(self, net: Method) -> None:
         """Let the method look at some batches, if it wants to, before the run's own are begun."""
-
-        def through(module: nn.Module) -> object:
-            return next(self.train.endless()).through(module, "the first batch")
-
-        def fisher(parameter: nn.Parameter, count: int) -> Tensor:
-            # Of the labels' loss in any case: a divergence from the original has no gradient there.
-            batches, precision = self.train.endless(), self.config.training.precision
-            where = "the curvature"
-            return diagonal_fisher(net, parameter, batches, count, self.task, precision, where, self.team)
-
         with torch.no_grad():
-            net.begin(through, fisher)
+            net.begin(self.looking.look(net))
         if self.team.world > 1:  # each has seen a batch of its own: all begin as the first does
             net.load_state_dict(self.team.first(lambda: _on_cpu(net.state_dict())))
 
@@ -346,6 +347,10 @@ class Run:
         stepper = stepper_for(self.net, self.objective, config, optimizer, self.team)
         with self.net.sampling(False):
             self.fit(stepper, self.polish_steps, len(self.plan) + 1, "polish", falls=False)
+
+    def lighten(self) -> None:
+        """Fold BatchNorm and round what is not compressed, where the settings have it so."""
+        lighten(self.net.model, self.config.finish)
 
     def scores(self, model: nn.Module, precision: Precision | None = None) -> Scores | None:
         """Of a model on the validation data, if there are any.

@@ -38,6 +38,8 @@ class SigmaInit(StrEnum):
 
     POWERS = "powers"  # by relative distance to the powers of two on either side: the prior
     CONSTANT = "constant"  # one value for all: the paper's "no prior"
+    NETWORK = "network"  # one value for all, by the root mean square of all weights
+    TOLERANCE = "tolerance"  # one value for all: the noise at which the loss has risen by so much
     RELATIVE = "relative"  # in proportion to |mu|: WFN's view of what a weight may move
     CURVATURE = "curvature"  # scale / h, with h the diagonal Fisher: where alpha and the loss balance
     CURVATURE_ROOT = "curvature_root"  # scale / sqrt(h): every weight's noise costs the loss the same
@@ -72,6 +74,14 @@ class Decay(StrEnum):
     COSINE = "cosine"  # half a cosine, to zero
 
 
+class Rest(StrEnum):
+    """Numbers that are enough for the tensors beside the compressed weights, which keep their own type."""
+
+    FLOAT32 = "float32"  # as they are
+    FLOAT16 = "float16"  # 11 significant bits, up to 65,504
+    BFLOAT16 = "bfloat16"  # 8 significant bits, as large as float32
+
+
 class Codebooks(StrEnum):
     """What has a codebook of its own."""
 
@@ -99,6 +109,19 @@ class PosteriorConfig(Section):
     init: SigmaInit = setting(SigmaInit.POWERS, Choice(SigmaInit), "where sigma starts")
     constant_sigma: float = setting(
         1e-3, Number(0, above_low=True), 'the starting sigma for init = "constant"'
+    )
+    network_sigma: float = setting(
+        0.5,
+        Number(0, above_low=True),
+        'the starting sigma for init = "network", as a share of the root mean square of all weights',
+    )
+    tolerance: float = setting(
+        0.2,
+        Number(0, above_low=True),
+        'for init = "tolerance": how much noise of that sigma may raise the loss (nats, for cross entropy)',
+    )
+    tolerance_batches: int = setting(
+        8, Number(1, whole=True), "batches on which that is tried, before training"
     )
     relative_sigma: float = setting(
         0.05, Number(0, above_low=True), 'the starting sigma for init = "relative", as a share of |mu|'
@@ -145,7 +168,11 @@ class ClusteringConfig(Section):
 
     _name = "clustering"
     rule: Rule = setting(Rule.EACH, Choice(Rule), "which weights are fixed at a centre")
-    b: int = setting(7, Number(0, 30, whole=True), "smallest power of two is 2^-b")
+    b: int | None = setting(
+        7,
+        Number(0, 30, whole=True, optional=True),
+        'smallest power of two is 2^-b; "off": as large as is within two sigmas, by the median free weight',
+    )
     delta: float = setting(1.0, Number(0, above_low=True), "first threshold, in sigmas")
     omega_max: int = setting(4, Number(1, 6, whole=True), "most powers of two in a centre")
     rate: float = setting(
@@ -156,7 +183,9 @@ class ClusteringConfig(Section):
     )
     zero_fix: bool = setting(False, Switch(), "weights below 2^-b are at distance 0 from 0")
     zero_first: float = setting(
-        0.0, Number(0, 1), "share of all weights, the smallest, that the first round begins with fixing at 0"
+        0.0,
+        Number(0),
+        "sigmas: the first round begins with all weights that near to 0 going there, however many they are",
     )
     sweep: float | None = setting(
         16.0,
@@ -285,6 +314,21 @@ class FinishConfig(Section):
     reestimate_epochs: float = setting(1.0, Number(0, above_low=True), "data used for that")
     polish_epochs: float = setting(1.0, Number(0), "train the uncompressed parameters alone")
     polish_learning_rate: float = setting(1e-3, Number(0), "for that")
+    fold_batchnorm: bool = setting(
+        False,
+        Switch(),
+        "BatchNorm keeps a scale and a shift alone: right in evaluation, not for training on",
+    )
+    rest: Rest = setting(
+        Rest.FLOAT32,
+        Choice(Rest),
+        "what is not compressed is rounded to numbers of this type, for a smaller file",
+    )
+
+    @property
+    def lightens(self) -> bool:
+        """Whether anything is done to what lies beside the compressed weights, after all else."""
+        return self.fold_batchnorm or self.rest is not Rest.FLOAT32
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,9 @@ def test_a_recorded_quantiser_is_the_plain_one(name: str) -> None:
 def test_quantisers_at_once_are_recorded_as_they_are_and_as_on_a_cpu() -> None:
     weights, factor = normal(4, 1025).requires_grad_(), normal(4100, seed=1)
     parts = []
-    for piece, axis in ((weights[:1], None), (weights[1:], 0)):
-        parts.append(Part(LsqQuantiser.for_weights(piece.detach(), 4, axis), piece.numel()))
+    plain_weights = weights.detach()  # a slice of a leaf would tie its gradient to the stream of here
+    for piece, axis in ((plain_weights[:1], None), (plain_weights[1:], 0)):
+        parts.append(Part(LsqQuantiser.for_weights(piece, 4, axis), piece.numel()))
     together = LsqTogether(parts, weights.device)
     steps = [part.quantiser.step for part in parts]
     plain, found = replayed(lambda: (together(weights.reshape(-1)) * factor).sum(), [weights, *steps])

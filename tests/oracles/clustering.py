@@ -148,11 +148,12 @@ def fix_round(
         return min(options, key=lambda c: (cost(i, c, price), c))
 
     if zero_first and goal and not any(fixed):
-        smallest = sorted(range(len(mu)), key=lambda i: abs(mu[i]))[: math.ceil(len(mu) * zero_first - 1e-9)]
-        spread = _spread([mu[i] for i in smallest])
-        for i in smallest:
-            mu[i], sigma[i], fixed[i] = 0.0, spread, True
-        steps.append((0.0, 1, 0.0, len(smallest)))
+        small = [i for i in range(len(mu)) if distance(i, 0.0) <= zero_first]
+        if small:
+            spread = _spread([mu[i] for i in small])
+            for i in small:
+                mu[i], sigma[i], fixed[i] = 0.0, spread, True
+            steps.append((0.0, 1, zero_first, len(small)))
 
     while sum(fixed) < goal:
         needed = goal - sum(fixed)

@@ -6,13 +6,13 @@ from pwfn.methods.baseline import Baseline
 from pwfn.methods.kmeans import KMeans
 from pwfn.methods.lsq import Lsq
 from pwfn.methods.lsqplus import LsqPlus
-from pwfn.methods.protocol import Between, Method, Stretch
+from pwfn.methods.protocol import Between, Look, Method, Stretch
 from pwfn.methods.pwfn import Pwfn
 from pwfn.methods.qvit import QVit
 from pwfn.methods.wfn import Wfn
 from pwfn.sections import MethodName
 
-__all__ = ["Between", "Method", "Stretch", "of"]
+__all__ = ["Between", "Look", "Method", "Stretch", "of"]
 
 _METHODS: dict[MethodName, type[Method]] = {
     MethodName.PWFN: Pwfn,

@@ -19,11 +19,16 @@ from pwfn.flat import FlatOptimizer
 from pwfn.network import WeightNetwork
 from pwfn.sections import Optimizer
 
-Through = Callable[[nn.Module], object]
-"""Puts one batch of training data through a module."""
 
-Fisher = Callable[[nn.Parameter, int], Tensor]
-"""The diagonal Fisher of the task's loss by a parameter, over so many batches of every process."""
+@dataclass(frozen=True)
+class Look:
+    """What a method may ask of the training data before the first step; computed only if it is called."""
+
+    through: Callable[[nn.Module], object]  # puts the first batch through a module
+    fisher: Callable[
+        [nn.Parameter, int], Tensor
+    ]  # diagonal, of the loss by a parameter, over so many batches
+    loss: Callable[[int], float]  # of the network as it is, noise drawn, over so many batches
 
 
 class Stretch(NamedTuple):
@@ -78,11 +83,8 @@ class Method(WeightNetwork):
         done = [min(float(number), epochs) for number in range(count + 1)]
         return tuple(Stretch(done[i] - done[i - 1], i / count) for i in range(1, count + 1))
 
-    def begin(self, through: Through, fisher: Fisher) -> None:
-        """Before the first step: a look at the data, and at the loss's curvature in the weights as they came.
-
-        Both are computed only if they are called.
-        """
+    def begin(self, look: Look) -> None:
+        """Before the first step: a look at the data, with the weights as they came."""
         return
 
     def rehearse(self, steps: int) -> None:

@@ -11,11 +11,10 @@ from pwfn.config import Config
 from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
 from pwfn.methods.protocol import (
     Between,
-    Fisher,
     InForce,
+    Look,
     Method,
     Stretch,
-    Through,
     rounds_of_fixing,
     torch_optimizer,
 )
@@ -41,11 +40,13 @@ class Pwfn(GaussianNetwork, Method):
         """A stretch of training before every fixing."""
         return rounds_of_fixing(config)
 
-    def begin(self, through: Through, fisher: Fisher) -> None:
-        """Sigma starts from the curvature, where the settings have it so."""
+    def begin(self, look: Look) -> None:
+        """Where the settings have it so, sigma starts from the curvature, or from what is tolerated."""
         posterior = self.config.posterior
         if posterior.init in (SigmaInit.CURVATURE, SigmaInit.CURVATURE_ROOT):
-            self.take_curvature(fisher(self.free_mu, posterior.curvature_batches))
+            self.take_curvature(look.fisher(self.free_mu, posterior.curvature_batches))
+        elif posterior.init is SigmaInit.TOLERANCE:
+            self.take_tolerated(lambda: look.loss(posterior.tolerance_batches))
 
     def rehearse(self, steps: int) -> None:
         """What the regulariser alone does to sigma.

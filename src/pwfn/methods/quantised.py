@@ -18,7 +18,7 @@ from pwfn.config import Config
 from pwfn.errors import ConfigError, WeightError
 from pwfn.flat import FlatOptimizer
 from pwfn.layout import Entry, Layout, held, untouched
-from pwfn.methods.protocol import Between, Fisher, Method, Through, torch_optimizer
+from pwfn.methods.protocol import Between, Look, Method, torch_optimizer
 from pwfn.quantisers.together import LsqTogether, parts_of
 from pwfn.sections import Codebooks
 
@@ -80,11 +80,11 @@ class Quantised(Method):
         """Along which axis every channel has a codebook of its own; None: one for the tensor."""
         return None if self.codebooks is Codebooks.LAYER else entry.output_axis
 
-    def begin(self, through: Through, fisher: Fisher) -> None:
+    def begin(self, look: Look) -> None:
         """Quantisers of activations take their starting values from a batch."""
         if hasattr(self.model, NAME):
             with activations.observing(self.model):
-                through(self)
+                look.through(self)
 
     def views(self) -> dict[str, Tensor]:
         """The quantised weights; at the end, those that took the latent ones' place."""

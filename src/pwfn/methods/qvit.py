@@ -16,7 +16,7 @@ from pwfn import activations
 from pwfn.activations import ActivationKind
 from pwfn.config import Config
 from pwfn.layout import Entry
-from pwfn.methods.protocol import Fisher, Through
+from pwfn.methods.protocol import Look
 from pwfn.methods.quantised import Quantised
 from pwfn.quantisers import LsqQuantiser, PartsQuantiser
 from pwfn.sections import Codebooks
@@ -71,10 +71,10 @@ class QVit(Quantised):
         bits, ends = self.config.quantiser.activation_bits, self.config.quantiser.include_ends
         return activations.plan(model, self.layout, self.activation_kind, bits, include_ends=ends)
 
-    def begin(self, through: Through, fisher: Fisher) -> None:
+    def begin(self, look: Look) -> None:
         """Rectifications and quantisers of activations start from a batch; the teacher is not asked yet."""
         with torch.no_grad():
-            super().begin(through, fisher)
+            super().begin(look)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own; in training the teacher sees the same, and the distance to it is kept."""

@@ -1,0 +1,362 @@
+"""How long the paper's ImageNet networks take: a step of the method, and from that a whole run.
+
+    python benchmarks/imagenet_steps.py [--networks NAME …] [--batch-size N] [--steps N] [--out FILE]
+
+One JSON line a network of experiments/imagenet, with the settings of that file's row "recommended": on
+CUDA in bfloat16, as a CUDA graph and, for convolutions, channels-last; on a CPU in float32. A step is that
+of a run: forward, backward, clipping and SGD with momentum, half of the weights fixed. Its batch is of
+random images that lie on the device: no data are read. The rival is plain fine-tuning by SGD, in the same
+number type and order of images, as a CUDA graph too. ``ratio`` is our time over the rival's, each the
+median of blocks of steps that take turns in the same process. ``ours_bytes`` and ``rival_bytes`` are what
+torch reserved on the device for each, at most, network and batch included (0 on a CPU); ours has the
+original network too, which a run keeps.
+
+``hours`` is a whole run of that row on 1,281,167 images, by what was measured: its epochs of training and of
+polish, whose steps count as those of training; the re-estimation of BatchNorm statistics; a scoring of
+50,000 images after every round, and those in float32: before and after the run, of its file, and of the
+draws of the ensemble. Reading the images is not in it: ``worker_images_a_second`` is what one process reads,
+crops and flips, of JPEG files of ImageNet's usual size (500×375 pixels, about 110 kB), made up here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn import Config, compare, methods, models
+from pwfn.batches import Batch
+from pwfn.data import DataOptions, open_source
+from pwfn.randomness import seeded
+from pwfn.recorded import RecordedStep
+from pwfn.rounds import Run
+from pwfn.scoring import autocast
+from pwfn.sections import Precision
+from pwfn.team import Team
+from pwfn.training import reestimate_batchnorm, stepper_for
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANS = {path.stem: path for path in sorted((ROOT / "experiments" / "imagenet").glob("*.toml"))}
+TRAIN_IMAGES, TEST_IMAGES = 1_281_167, 50_000
+SHAPE, CLASSES = (3, 224, 224), 1000
+BLOCKS = 3
+WARM_STEPS = 5  # three before a graph is recorded, the one that records it, and one that replays it
+SCORED_BATCHES = 4
+FILES = 64  # that are read for the speed of a worker
+Steps = Callable[[int], None]
+
+
+class Case:
+    """A network of the paper with its settings, for a device."""
+
+    def __init__(self, name: str, device: torch.device, batch_size: int | None) -> None:
+        plan = compare.load(PLANS[name])
+        self.row = next(
+            run for run in plan.runs() if (run.row.method, run.row.preset) == ("pwfn", "recommended")
+        )
+        self.network, self.device = self.row.network.name, device
+        self.batch_size = batch_size or plan.batch_size
+        self.config: Config = self.row.config
+        if device.type != "cuda":  # bfloat16 is slow on most CPUs, and there are no graphs
+            self.config = self.config.override({"training.precision": "fp32", "training.cuda_graph": False})
+
+    def model(self) -> nn.Module:
+        """The network on the device, not trained: times do not depend on the weights."""
+        return models.create(self.network).to(self.device)
+
+    def images(self) -> tuple[Tensor, Tensor]:
+        """A batch of random images with labels, on the device."""
+        images = torch.randn(self.batch_size, *SHAPE, device=self.device)
+        if self.config.training.channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        return images, torch.randint(0, CLASSES, (self.batch_size,), device=self.device)
+
+
+class Ours:
+    """A run of the method, in its rounds."""
+
+    def __init__(self, case: Case) -> None:
+        images, config = case.images(), case.config
+        scored = [images] * SCORED_BATCHES
+        self.run = Run(
+            case.model(), [images], scored, config, Team(case.device), F.cross_entropy, None, False
+        )
+        self.run.begin(self.run.net)
+        self.net = self.run.net.train()
+        self.net.between(1, 0.5)
+        optimizer = self.net.optimizer(0, alone=True)
+        self._stepper = stepper_for(
+            self.net, self.run.objective, config.training, optimizer, self.run.team, 0
+        )
+        self._batches = self.run.train.endless()
+
+    def steps(self, count: int) -> None:
+        """Of training; the loss is read once, as a run does now and then."""
+        total = torch.zeros((), device=self.net.device)
+        for _ in range(count):
+            total += self._stepper.step(self._batches, "benchmark")[0]
+        assert math.isfinite(float(total))
+
+    def scoring_seconds(self, precision: Precision) -> float:
+        """Of one batch without gradients, in a number type."""
+        model = self.run.original if precision is Precision.FP32 else self.net
+        return _seconds(self.net.device, lambda: self.run.scores(model, precision)) / SCORED_BATCHES
+
+    def reestimation_seconds(self) -> float:
+        """Of one batch, for BatchNorm statistics; 0 where there are none."""
+        if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.net.modules()):
+            return 0.0
+
+        def gather() -> int:
+            return reestimate_batchnorm(self.net, self.run.train.endless(), SCORED_BATCHES, "benchmark")
+
+        return _seconds(self.net.device, gather) / SCORED_BATCHES
+
+
+class Plain:
+    """Plain fine-tuning by SGD with momentum, as quick as we know how to make it."""
+
+    def __init__(self, case: Case) -> None:
+        training, device = case.config.training, case.device
+        images, labels = case.images()
+        self._batch = Batch((images,), {}, labels)
+        model: Any = case.model().train()
+        if training.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(
+            parameters,
+            lr=training.learning_rate,
+            momentum=training.momentum,
+            weight_decay=training.weight_decay,
+            fused=device.type == "cuda",
+        )
+
+        def work(batch: Batch, where: str) -> Tensor:
+            with autocast(device, training.precision):
+                loss = F.cross_entropy(model(*batch.args), batch.target)
+            loss.backward()
+            return loss.detach()
+
+        recorded = RecordedStep(parameters, work) if training.cuda_graph else None
+
+        def step() -> Tensor:
+            if recorded is not None:
+                loss = recorded(self._batch, "benchmark")[0]
+            else:
+                optimizer.zero_grad(set_to_none=True)
+                loss = work(self._batch, "benchmark")
+            if training.clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, training.clip_norm)
+            optimizer.step()
+            return loss
+
+        self._step = step
+
+    def steps(self, count: int) -> None:
+        """Of training; the loss is read once."""
+        total = torch.zeros((), device=self._batch.target.device)
+        for _ in range(count):
+            total += self._step()
+        assert math.isfinite(float(total))
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Of the second call: the first sets things up."""
+    work()
+    _wait(device)
+    started = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reserved_bytes(device: torch.device, make: Callable[[], Ours | Plain]) -> tuple[Any, int]:
+    """A thing that steps, and what its first steps made torch reserve on the device, at most.
+
+    Reserved, not allocated: what a CUDA graph replays in does not count as allocated.
+    """
+    if device.type != "cuda":
+        made = make()
+        made.steps(1)
+        return made, 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    made = make()
+    made.steps(WARM_STEPS)
+    _wait(device)
+    return made, torch.cuda.max_memory_reserved(device) - before
+
+
+def medians(device: torch.device, both: list[Steps], length: int) -> list[float]:
+    """Seconds a step of each, in blocks that take turns."""
+    times: list[list[float]] = [[] for _ in both]
+    for _ in range(BLOCKS):
+        for steps, own in zip(both, times, strict=True):
+            _wait(device)
+            started = time.perf_counter()
+            steps(length)
+            _wait(device)
+            own.append((time.perf_counter() - started) / length)
+    return [statistics.median(own) for own in times]
+
+
+def counts(case: Case) -> dict[str, float]:
+    """Of a whole run: epochs with gradients and, for BatchNorm statistics, without; and scorings."""
+    config, plan = case.config, methods.of(case.config).plan(case.config)
+    finish = config.finish
+    times = (1 + (finish.polish_epochs > 0)) * finish.reestimate_batchnorm
+    times += len(plan) * config.schedule.reestimate_in_rounds
+    return {
+        "training": sum(stretch.epochs for stretch in plan),
+        "polish": finish.polish_epochs,
+        "reestimation": times * finish.reestimate_epochs,
+        "scorings": len(plan),
+        "fp32_scorings": 3 + case.row.plan.samples,  # before, after, the file once more, and its draws
+    }
+
+
+def hours(
+    case: Case, step_s: float, reestimation_s: float, scoring_s: float, fp32_scoring_s: float
+) -> dict[str, float]:
+    """Of a whole run, part by part, by the seconds that a batch takes."""
+    count = counts(case)
+    train, test = TRAIN_IMAGES / case.batch_size / 3600, TEST_IMAGES / case.batch_size / 3600
+    parts = {
+        "training": count["training"] * train * step_s,
+        "polish": count["polish"] * train * step_s,
+        "reestimation": count["reestimation"] * train * reestimation_s,
+        "scoring": test * (count["scorings"] * scoring_s + count["fp32_scorings"] * fp32_scoring_s),
+    }
+    return {**parts, "all": sum(parts.values())}
+
+
+def worker_images_a_second() -> float:
+    """Images that one process reads and prepares for training in a second."""
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory() as folder, seeded(0, torch.device("cpu")):
+        for number in range(FILES):
+            coarse = torch.rand(1, 3, 47, 63)
+            fine = F.interpolate(coarse, (375, 500), mode="bicubic") + 0.08 * torch.randn(1, 3, 375, 500)
+            pixels = fine[0].clamp(0, 1).mul(255).byte().permute(1, 2, 0).numpy()
+            for split in ("train", "val"):
+                path = Path(folder, split, "class", f"{number}.jpg")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path, quality=88)
+        source = open_source(f"imagefolder:{folder}", DataOptions(batch_size=16, image_size=224, workers=0))
+
+        def read() -> None:
+            for _ in source.train:
+                pass
+
+        return FILES / _seconds(torch.device("cpu"), read)
+
+
+def measure(
+    name: str, device: torch.device, batch_size: int | None, steps: int, shared: dict[str, Any]
+) -> dict[str, Any]:
+    """The facts of a network."""
+    case = Case(name, device, batch_size)
+    training = case.config.training
+    with seeded(0, device):  # as a run: cuDNN repeats itself exactly
+        mine, our_bytes = reserved_bytes(device, lambda: Ours(case))
+        rival, rival_bytes = reserved_bytes(device, lambda: Plain(case))
+        our_s, rival_s = medians(device, [mine.steps, rival.steps], steps)
+        fp32_scoring_s = mine.scoring_seconds(Precision.FP32)
+        is_fp32 = training.precision is Precision.FP32
+        scoring_s = fp32_scoring_s if is_fp32 else mine.scoring_seconds(training.precision)
+        reestimation_s = mine.reestimation_seconds()
+    facts = {
+        "case": f"imagenet step {case.network}",
+        "name": name,
+        "network": case.network,
+        "paper": case.row.network.paper,
+        "batch_size": case.batch_size,
+        "precision": str(training.precision),
+        "channels_last": training.channels_last,
+        "cuda_graph": training.cuda_graph,
+        "steps": BLOCKS * steps,
+        "ratio": our_s / rival_s,
+        "ours_s": our_s,
+        "rival_s": rival_s,
+        "rival": "plain fine-tuning" + (", CUDA graph" if training.cuda_graph else ""),
+        "ours_images_a_second": case.batch_size / our_s,
+        "rival_images_a_second": case.batch_size / rival_s,
+        "ours_bytes": our_bytes,
+        "rival_bytes": rival_bytes,
+        "scoring_s": scoring_s,
+        "fp32_scoring_s": fp32_scoring_s,
+        "reestimation_s": reestimation_s,
+        "counts": counts(case),
+        "hours": hours(case, our_s, reestimation_s, scoring_s, fp32_scoring_s),
+        **shared,
+    }
+    del mine, rival
+    return facts
+
+
+def _threads() -> str:
+    return f"{torch.get_num_threads()} CPU threads"
+
+
+def _commit() -> str:
+    """Of this code; "unknown" where it does not lie in a checkout."""
+    words = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=PLANS, default=list(PLANS), help="all, unless given")
+    parser.add_argument("--batch-size", type=int, help="as experiments/imagenet has it, unless given")
+    parser.add_argument("--steps", type=int, default=10, help=f"in each of {BLOCKS} blocks")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", help="of the code, where it is not in a checkout")
+    parser.add_argument("--out", type=Path, help="a file that the lines are added to")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    shared = {
+        "worker_images_a_second": worker_images_a_second(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else _threads(),
+        "processors": os.cpu_count(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "commit": options.commit or _commit(),
+    }
+    for name in options.networks:
+        line = json.dumps(measure(name, device, options.batch_size, options.steps, shared))
+        print(line, flush=True)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What is found out about a network from its training data before a run begins, and changes nothing yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pwfn.batches import Source
+from pwfn.config import Config
+from pwfn.data.epochs import seed_from
+from pwfn.methods import Look, Method
+from pwfn.scoring import Objective, autocast, evaluating
+from pwfn.team import Team
+from pwfn.training import diagonal_fisher
+
+
+@dataclass(frozen=True)
+class Looking:
+    """The first batches of the training data and the loss; the run's own batches stay where they are."""
+
+    train: Source
+    task: Objective  # by the labels
+    scored: Objective  # what the run is scored by: the task, or a divergence in its place
+    config: Config
+    team: Team
+
+    def look(self, net: Method) -> Look:
+        """What a method may ask about its network."""
+
+        def through(module: nn.Module) -> object:
+            return next(self.train.endless()).through(module, "the first batch")
+
+        def fisher(parameter: nn.Parameter, count: int) -> Tensor:
+            batches, precision = self.train.endless(), self.config.training.precision
+            where = "the curvature"
+            return diagonal_fisher(net, parameter, batches, count, self.task, precision, where, self.team)
+
+        return Look(through, fisher, partial(self.loss, net))
+
+    @torch.no_grad()
+    def loss(self, net: Method, count: int) -> float:
+        """The mean loss over so many batches, each with a draw that is the same at every call.
+
+        BatchNorm normalises by the batch, as in training, and keeps its statistics; all else is as in
+        evaluation.
+        """
+        batches, precision = self.train.endless(), self.config.training.precision
+        seed = seed_from("looking", self.config.seed, self.team.rank)
+        total = torch.zeros((), dtype=torch.float64, device=self.team.device)
+        with evaluating(net), _by_batch(net):
+            for number in range(count):
+                with net.sampling(True, at=(seed, number)), autocast(self.team.device, precision):
+                    total += self.scored(net, next(batches), f"train_loader, batch {number + 1}").double()
+        self.team.average_([total])
+        return float(total) / count
+
+
+@contextmanager
+def _by_batch(net: nn.Module) -> Iterator[None]:
+    """Within the block BatchNorm goes by each batch's statistics; then it has those it had."""
+    layers = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+    kept = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    modes = [(layer, layer.training) for layer in layers]
+    try:
+        for layer in layers:
+            layer.train()
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.train(mode)
+        for buffer, value in kept:
+            buffer.copy_(value)
