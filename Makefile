@@ -1,10 +1,11 @@
 # Two commands: `make demo` and `make test`. Each makes the environment it needs in .venv.
+# `make results NAME=resnet20` repeats a table of docs/results.md; without a name it lists them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint check gallery clean
+.PHONY: demo test lint check gallery results clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/pwfn demo --out demo
@@ -20,6 +21,10 @@ lint: $(VENV)/test.stamp
 # The demo's report and its figures as pictures, under gallery/; of the page itself where there is a Chromium.
 gallery: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/gallery.py --out gallery
+
+# Runs what is not done yet, into tables/, and keeps its figures in experiments/results. NAME may be several.
+results: $(VENV)/demo.stamp
+	$(BIN)/python experiments/results.py $(if $(NAME),run $(NAME),list)
 
 clean:
 	rm -rf $(VENV) build dist

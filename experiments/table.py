@@ -1,20 +1,25 @@
-"""Write the tables of results into the README, from the files in experiments/results.
+"""Write the tables of results into README.md and docs/results.md, from the files in experiments.
 
 python experiments/table.py            rewrite the blocks between their marks
-python experiments/table.py --check    exit 1 if the README is not up to date
+python experiments/table.py --check    exit 1 if a page is not up to date
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import targets
+
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results: made by experiments/table.py -->", "<!-- end of results -->"
 COMPARISON = "<!-- comparison: made by experiments/table.py -->", "<!-- end of comparison -->"
+TARGETS = "<!-- targets: made by experiments/table.py -->", "<!-- end of targets -->"
+ABLATIONS = "<!-- ablations: made by experiments/table.py -->", "<!-- end of ablations -->"
 HEAD = (
     "| result file | network | rule | top-1 before | just after the last fixing | top-1 after | "
     "20-draw ensemble | bits a weight | unique values | powers of two | file, bytes | smaller than fp32 |\n"
@@ -54,26 +59,66 @@ def comparison(folder: Path) -> str:
     return "\n\n".join(tables)
 
 
+def ablations(experiments: Path) -> str:
+    """The tables of experiments/ablations, each under its plan's first line; then what is missing."""
+    parts, missing = [], []
+    for plan in sorted((experiments / "ablations").glob("*.toml")):
+        found = experiments / "results" / plan.stem / "table.md"
+        if not found.exists():
+            missing.append(f"`{plan.stem}`")
+            continue
+        title = plan.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        # The table's own headings stand below this one.
+        own = re.sub("^### ", "#### ", found.read_text(encoding="utf-8").strip(), flags=re.MULTILINE)
+        parts.append(f"### {title}\n\n`make results NAME={plan.stem}`\n\n{own}")
+    if missing:
+        parts.append(f"Not measured yet: {', '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
 def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
-    """The README with a block put between its marks."""
+    """The page with a block put between its marks, which must be there."""
     start, end = marks
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
+    before, found, rest = text.partition(start)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        sys.exit(f"a page has not both marks {start} and {end}: put them back")
     return f"{before}{start}\n{block}\n{end}{after}"
 
 
+def pages(root: Path) -> dict[Path, str]:
+    """Every page that has blocks, as it shall be."""
+    experiments = root / "experiments"
+    readme, page = root / "README.md", root / "docs" / "results.md"
+    blocks: dict[Path, dict[tuple[str, str], str]] = {
+        readme: {
+            TARGETS: targets.table(experiments, ""),
+            (START, END): table(experiments / "results"),
+            COMPARISON: comparison(experiments / "results"),
+        },
+        page: {TARGETS: targets.table(experiments, "../"), ABLATIONS: ablations(experiments)},
+    }
+    made = {}
+    for path, own in blocks.items():
+        text = path.read_text(encoding="utf-8")
+        for marks, block in own.items():
+            text = with_block(text, block, marks)
+        made[path] = text
+    return made
+
+
 def main() -> None:
-    """Rewrite or check the README."""
+    """Rewrite or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    results = ROOT / "experiments" / "results"
-    new = with_block(text, table(results), (START, END))
-    new = with_block(new, comparison(results), COMPARISON)
-    if parser.parse_args().check:
-        sys.exit(0 if new == text else "README.md is not up to date: run python experiments/table.py")
-    readme.write_text(new)
+    parser.add_argument("--check", action="store_true", help="only tell whether the pages are up to date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the repository, unless it is this one")
+    options = parser.parse_args()
+    stale = {path: text for path, text in pages(options.root).items() if path.read_text("utf-8") != text}
+    if options.check and stale:
+        names = " and ".join(str(path.relative_to(options.root)) for path in stale)
+        sys.exit(f"{names}: not up to date: run python experiments/table.py")
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -250,10 +250,10 @@ def test_every_method_finds_its_line_and_a_row_may_choose_another() -> None:
     assert none.paper_line is None
 
 
-@pytest.mark.parametrize(("name", "rows"), [("resnet20", 11), ("vit", 8)])
+@pytest.mark.parametrize(("name", "rows"), [("resnet18", 11), ("resnet20", 11), ("vit", 8)])
 def test_the_tables_of_the_experiments(name: str, rows: int) -> None:
     plan = compare.load(ROOT / "experiments" / f"compare_{name}.toml")
-    assert len(plan.runs()) == rows
+    assert len(plan.rows) == rows
     for run in plan.runs():
         # What each method trains: within two epochs of the paper's 27.
         config = run.config
@@ -569,6 +569,7 @@ def test_a_file_that_has_changed_is_measured_again(finished: Path, tmp_path: Pat
         ("batch_size = 64", "batch_size = 32", {"lsq_3_bit", "pwfn"}),
         ('data = "digits"', 'data = "npz:digits.npz"', {"lsq_3_bit", "pwfn"}),
         ('weights = "random"', 'weights = "pretrained"', {"lsq_3_bit", "pwfn"}),
+        ("samples = 4", "samples = 4\nholdout = 100", {"lsq_3_bit", "pwfn"}),
         ("samples = 4", "samples = 5", set()),
     ],
 )
@@ -585,6 +586,34 @@ def test_a_run_that_was_another_is_started_and_says_itself_why_it_cannot_go_on(
     table, _ = _table(compare.read(DESCRIPTION.replace(old, new)), out, fake)
     assert {Path(place).parent.name for place in fake.started} == which
     assert set(table.missing.values()) == ({"it is another"} if which else set())
+
+
+def test_held_out_images_are_scored_in_the_test_images_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = compare.read(DESCRIPTION.replace("samples = 4", "samples = 4\nholdout = 100"))
+    words = plan.runs()[0].arguments(tmp_path, None)
+    assert words[words.index("--holdout") + 1] == "100"
+    assert "--holdout" not in compare.read(DESCRIPTION).runs()[0].arguments(tmp_path, None)
+    asked: list[RunOptions] = []
+
+    def evaluated(file: Path, options: RunOptions, **_: Any) -> dict[str, Any]:
+        asked.append(options)
+        return {"ensemble": 0.9}
+
+    monkeypatch.setattr(measuring, "evaluate_file", evaluated)
+    table, _ = _table(plan, tmp_path / "out", ensemble=None)
+    assert {options.holdout for options in asked} == {100}
+    text = "\n".join(compare.lines(table))
+    assert "### digits_resnet, digits, 100 training images held out" in text
+    assert "Top-1 in percent of the held-out images" in text
+    # The figures say so too, and those of the test images are not taken for them.
+    kept = tmp_path / "out" / "results" / f"{NAMES[0]}.json"
+    assert json.loads(kept.read_text())["holdout"] == 100
+    kept.write_text(json.dumps({k: v for k, v in json.loads(kept.read_text()).items() if k != "holdout"}))
+    (tmp_path / "out" / plan.runs()[0].place / "model.pwfn").unlink()
+    again, _ = _table(plan, tmp_path / "out", table_only=True)
+    assert again.missing[str(plan.runs()[0])] == "its results are of another run: its holdout is 0, not 100"
 
 
 def _places_of(out: Path) -> list[str]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from pwfn.config import METHOD_SETTINGS, PRESETS, Config
 from pwfn.errors import ConfigError, PwfnError
+from pwfn.methods.protocol import rounds_of_fixing
 from pwfn.sections import (
     PAPER_FRACTIONS,
     ClusteringConfig,
@@ -367,6 +368,14 @@ def test_the_presets_differ_in_four_settings_only() -> None:
     assert recommended.clustering.rule in (Rule.EACH, Rule.NEAREST)
     assert recommended.finish.reestimate_batchnorm
     assert recommended.finish.polish_epochs == 1
+
+
+def test_the_quick_preset_trains_three_epochs_in_all() -> None:
+    quick = Config.preset("quick")
+    plan = rounds_of_fixing(quick)
+    assert sum(stretch.epochs for stretch in plan) + quick.finish.polish_epochs == pytest.approx(3.0)
+    assert plan[-1].fraction == 1
+    assert quick.clustering.rule is Config().clustering.rule
 
 
 @pytest.mark.parametrize("name", ["papr", "Paper", "", "ours", None, 3, ["paper"], {}])

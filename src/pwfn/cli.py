@@ -27,7 +27,7 @@ BatchSize = Annotated[int, typer.Option(help="Images in a batch of each process.
 Device = Annotated[str | None, typer.Option(help="cpu, cuda:0, …; CUDA where there is one, unless given.")]
 Workers = Annotated[int, typer.Option(help="Processes that read images from folders.", min=0)]
 File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
-Preset = Annotated[str, typer.Option(help="Settings to start from: recommended or paper.")]
+Preset = Annotated[str, typer.Option(help="Settings to start from: recommended, paper or quick.")]
 
 
 class Target(StrEnum):
@@ -78,7 +78,9 @@ def compress(
     method: Annotated[
         str | None, typer.Option(help="pwfn (the default), wfn, lsq, lsq+, apot, q-vit, kmeans or baseline.")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="recommended (the default) or paper.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="recommended (the default), paper, or quick: three epochs.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, as in clustering.rule=each.")
@@ -243,7 +245,7 @@ def config(
         Path | None, typer.Argument(help="A TOML file to check; its settings are printed whole.")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="Without a file: recommended (the default) or paper.")
+        str | None, typer.Option(help="Without a file: recommended (the default), paper or quick.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="Without a file: as for compress.")] = None,
     as_json: AsJson = False,

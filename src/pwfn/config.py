@@ -1,4 +1,4 @@
-"""Every setting of a run: frozen, checked on construction, TOML in and out, two presets.
+"""Every setting of a run: frozen, checked on construction, TOML in and out, three presets.
 
 A setting is written ``section.name`` (``clustering.rule``) in messages, in overrides and,
 as a key of a table, in TOML. ``None`` is written ``"off"`` there.
@@ -27,6 +27,7 @@ from pwfn.sections import (
     QuantiserConfig,
     Rule,
     ScheduleConfig,
+    SigmaInit,
     TargetConfig,
     TrainingConfig,
     WfnConfig,
@@ -88,10 +89,12 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, method: str = MethodName.PWFN) -> Self:
-        """The settings of that name, ``paper`` (to the letter) or ``recommended``, for a method.
+        """The settings of that name, ``paper`` (to the letter), ``recommended`` or ``quick``, for a method.
 
         ``paper`` keeps the paper's rule (``mean``), has no sweep, and stops after the last
-        fixing: no BatchNorm re-estimation, no polish. It is for ``pwfn`` alone.
+        fixing: no BatchNorm re-estimation, no polish. ``quick`` is three rounds and three epochs in all,
+        one of them polish, with one sigma for all weights, by what the network tolerates, which does not
+        learn. These two are for ``pwfn`` alone.
 
         >>> Config.preset("recommended", "lsq").training.decay
         <Decay.COSINE: 'cosine'>
@@ -195,6 +198,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clustering.sweep": None,
         "finish.reestimate_batchnorm": False,
         "finish.polish_epochs": 0.0,
+    },
+    "quick": {
+        "posterior.init": SigmaInit.TOLERANCE,
+        "posterior.tolerance": 0.1,
+        "posterior.learn_sigma": False,
+        "posterior.noise_on_fixed": False,
+        "clustering.b": None,
+        "schedule.fractions": (0.6, 0.9, 1.0),
+        "schedule.epochs_of_rounds": (0.05, 1.2, 0.75),
+        "finish.reestimate_epochs": 0.1,
+        "finish.polish_epochs": 1.0,
     },
 }
 """What each preset changes from the defaults."""

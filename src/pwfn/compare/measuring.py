@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,12 @@ def asked(run: Run) -> dict[str, Any]:
     """What a run begins with, beside its settings: the data by name, the weights by name and content."""
     weights = Path(run.network.weights)
     content = digest(weights) if weights.is_file() else None
-    return {"data": run.plan.data, "weights": run.network.weights, "weights_sha256": content}
+    return {
+        "data": run.plan.data,
+        "holdout": run.plan.holdout,
+        "weights": run.network.weights,
+        "weights_sha256": content,
+    }
 
 
 def _begun_otherwise(run: Run, begun: Mapping[str, Any]) -> str | None:
@@ -115,6 +120,8 @@ def _begun_otherwise(run: Run, begun: Mapping[str, Any]) -> str | None:
     wanted = asked(run)
     if begun.get("data", wanted["data"]) != wanted["data"]:
         return f"its data are {begun['data']}, not {wanted['data']}"
+    if begun.get("holdout", 0) != wanted["holdout"]:
+        return f"it held out {begun.get('holdout', 0):,} training images, not {wanted['holdout']:,}"
     by = "weights_sha256" if begun.get("weights_sha256") and wanted["weights_sha256"] else "weights"
     if begun.get(by, wanted[by]) != wanted[by]:
         return f"it began from other weights than those of {wanted['weights']}"
@@ -224,6 +231,7 @@ def measured(
         "versions": kept["machine"]["versions"],
         "commit": commit,
         "data": run.plan.data,
+        "holdout": run.plan.holdout,
         "settings": kept["identity"]["settings"],
         "file_sha256": digest(file),
     }
@@ -270,7 +278,7 @@ def _metric(scores: Mapping[str, Any] | None) -> float | None:
 
 
 def _ensemble(file: Path, run: Run, device: str | None) -> float:
-    options = RunOptions(
-        run.network.name, run.plan.data, file.parent, "", device=device, batch_size=run.plan.batch_size
-    )
+    plan = run.plan
+    options = RunOptions(run.network.name, plan.data, file.parent, "", device=device)
+    options = replace(options, batch_size=plan.batch_size, holdout=plan.holdout)
     return float(evaluate_file(file, options, samples=run.plan.samples, seed=run.seed)["ensemble"])

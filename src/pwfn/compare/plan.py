@@ -158,6 +158,7 @@ class Plan(_Described):
     jobs: int = _given(Number(1, whole=True), default=1)  # runs at a time
     samples: int = _given(Number(0, whole=True), default=20)  # draws of an ensemble
     batch_size: int = _given(Number(1, whole=True), default=128)
+    holdout: int = _given(Number(0, whole=True), default=0)  # training images, scored in place of test images
     settings: Mapping[str, Any] = _given(Changes(), default_factory=dict)
     models: tuple[Network, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -237,6 +238,7 @@ class Run:
         words += ["--seed", str(self.seed), "--batch-size", str(self.plan.batch_size), "--resume", "--json"]
         words += ["--preset", self.row.preset] if self.row.preset else []
         words += ["--device", device] if device else []
+        words += ["--holdout", str(self.plan.holdout)] if self.plan.holdout else []
         for name, value in self.changes.items():
             # Of the values that settings have, JSON is written as TOML is.
             words += ["--set", f"{name}={json.dumps(value, ensure_ascii=False)}"]

@@ -244,7 +244,9 @@ class _Work:
         kept = read_json(self._path(run))
         try:
             differing = settings_differ(run, kept["settings"])
-            for name, wanted in (("model", run.network.name), ("samples", run.plan.samples)):
+            kept = {"holdout": 0, **kept}  # which results of before there was such a thing do not have
+            facts = {"model": run.network.name, "samples": run.plan.samples, "holdout": run.plan.holdout}
+            for name, wanted in facts.items():
                 if kept[name] != wanted:
                     differing = f"its {name} is {kept[name]!r}, not {wanted!r}"
             _ = kept["file_sha256"]

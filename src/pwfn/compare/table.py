@@ -70,6 +70,7 @@ class Table:
     """All networks, what is missing and why, and where the rest was measured."""
 
     data: str
+    holdout: int  # training images that were held out, and scored in the test images' place
     samples: int
     parts: tuple[Part, ...]
     missing: Mapping[str, str]  # runs without figures, and why
@@ -92,6 +93,7 @@ def make_table(plan: Plan, results: Mapping[str, Mapping[str, Any]], notes: Mapp
     found = [results[run.name] for run in runs if run.name in results]
     return Table(
         data=plan.data,
+        holdout=plan.holdout,
         samples=plan.samples,
         parts=tuple(_part(network, runs, results) for network in plan.models),
         missing={str(run): notes[run.name] for run in runs if run.name in notes},
@@ -130,13 +132,15 @@ def lines(table: Table) -> list[str]:
     """The table as Markdown, one for each network, and what there is to know about it."""
     rows: list[str] = []
     for part in table.parts:
-        rows += [f"### {part.model}, {table.data}", "", *_markdown(part), ""]
+        held = f", {table.holdout:,} training images held out" if table.holdout else ""
+        rows += [f"### {part.model}, {table.data}{held}", "", *_markdown(part), ""]
+    on = "of the held-out images" if table.holdout else "of the test images"
     draws = f" In brackets: the mean prediction of {table.samples} draws from the posterior."
     rows.append(
-        "Top-1 in percent, and bytes on disk, of the `.pwfn` file, loaded again. Bits: entropy a weight of "
-        "all weights and biases of convolutions and linear layers in one pool, quantised or not; inner: "
-        f"without the first and the last layer and without biases.{draws if table.samples else ''} Own "
-        "codebooks: of every layer, input channel (out: output channel) and attention head. ± is the "
+        f"Top-1 in percent {on}, and bytes on disk, of the `.pwfn` file, loaded again. Bits: entropy a "
+        "weight of all weights and biases of convolutions and linear layers in one pool, quantised or not; "
+        f"inner: without the first and the last layer and without biases.{draws if table.samples else ''} "
+        "Own codebooks: of every layer, input channel (out: output channel) and attention head. ± is the "
         "standard deviation over seeds (n - 1)."
     )
     if any(part.paper for part in table.parts):
