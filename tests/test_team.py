@@ -24,6 +24,8 @@ from pwfn import Config, GaussianNetwork, PeerError, Team, compress, load
 from pwfn.batches import Source
 from pwfn.data import TensorLoader
 from pwfn.errors import ConfigError, PwfnError
+from pwfn.looking import Looking
+from pwfn.methods.pwfn import Pwfn
 from pwfn.options import RunOptions
 from pwfn.posterior import curvature_sigma
 from pwfn.runs import run
@@ -186,6 +188,26 @@ def test_the_curvature_is_the_mean_over_the_processes() -> None:
     first, second = together("curvature")
     assert first == second
     torch.testing.assert_close(torch.tensor(first), expected)
+
+
+def test_what_is_tolerated_is_by_the_mean_loss_of_the_processes() -> None:
+    config = CONFIG.override(TOLERANCE)
+    net, losses = Pwfn(curved(), config), []
+    task = Objective(F.cross_entropy)
+    first, second = together("tolerance")
+    assert first == second
+    for sigma in (2.0**-30, first[0], 1.02 * first[0]):
+        with torch.no_grad():
+            net.free_sigma.fill_(sigma)
+        shares = []
+        for rank in range(2):
+            seat = Team(CPU)
+            seat.rank = rank  # its noise, and its figures to itself
+            source = Source("data", data(rank, 2, 8), CPU)
+            shares.append(Looking(source, task, task, config, seat).loss(net, 3))
+        assert shares[0] != shares[1]
+        losses.append(sum(shares) / 2)
+    assert losses[1] <= losses[0] + 0.1 < losses[2]
 
 
 def test_each_process_draws_its_own_noise() -> None:
@@ -369,7 +391,7 @@ def curved() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
 
 
-def job_curvature(team: Processes) -> Any:
+def starting_sigma(team: Processes, changes: dict[str, Any]) -> list[float]:
     """Sigma after a stretch in which it does not learn."""
     found: list[float] = []
 
@@ -377,16 +399,31 @@ def job_curvature(team: Processes) -> Any:
         state = progress().state  # taken by all processes together
         found[:] = found or state["free_sigma"].tolist()
 
-    config = CONFIG.override(
-        {
-            "posterior.init": "curvature",
-            "posterior.curvature_batches": 3,
-            "posterior.curvature_scale": 2.0**-11,
-            "posterior.learn_sigma": False,
-        }
-    )
+    config = CONFIG.override(changes)
     compress(curved(), data(team.rank, team.world, 8), None, config, keep=keep, team=team)
     return found
+
+
+def job_curvature(team: Processes) -> Any:
+    changes = {
+        "posterior.init": "curvature",
+        "posterior.curvature_batches": 3,
+        "posterior.curvature_scale": 2.0**-11,
+        "posterior.learn_sigma": False,
+    }
+    return starting_sigma(team, changes)
+
+
+TOLERANCE = {
+    "posterior.init": "tolerance",
+    "posterior.tolerance": 0.1,
+    "posterior.tolerance_batches": 3,
+    "posterior.learn_sigma": False,
+}
+
+
+def job_tolerance(team: Processes) -> Any:
+    return starting_sigma(team, TOLERANCE)
 
 
 def job_noise(team: Processes) -> Any:
