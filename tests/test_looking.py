@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +58,7 @@ def test_the_loss_is_that_of_the_draws_normalised_by_batch_without_dropout() -> 
     plain[3].eval()
     with torch.no_grad():
         losses = [float(F.cross_entropy(plain(x), y)) for x, y in batches()[:3]]
-    assert found.loss(net, 3) == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert found.look(net).loss(3) == pytest.approx(sum(losses) / 3, rel=1e-5)
 
 
 def test_noise_raises_it_and_the_same_noise_is_drawn_at_every_call() -> None:
@@ -64,13 +66,13 @@ def test_noise_raises_it_and_the_same_noise_is_drawn_at_every_call() -> None:
     values = []
     for sigma in (SIGMA_FLOOR, 0.2, 0.5, 1.0, 2.0):
         with_sigma(net, sigma)
-        values.append(found.loss(net, 4))
-        assert found.loss(net, 4) == values[-1]
+        values.append(found.look(net).loss(4))
+        assert found.look(net).loss(4) == values[-1]
     assert values == sorted(values)
     other, elsewhere = Pwfn(network(), Config(seed=1).override(SETTINGS)), looking()[1]
     elsewhere = Looking(elsewhere.train, elsewhere.task, elsewhere.scored, other.config, elsewhere.team)
     with_sigma(other, 1.0)
-    assert elsewhere.loss(other, 4) != values[3]
+    assert elsewhere.look(other).loss(4) != values[3]
 
 
 def tensors_of(net: nn.Module) -> dict[str, Tensor]:
@@ -84,7 +86,7 @@ def test_it_leaves_the_network_as_it_was(mode: bool) -> None:
     net.model[1].train(not mode)  # somebody's choice
     before = {name: tensor.clone() for name, tensor in tensors_of(net).items()}
     state = torch.get_rng_state()
-    found.loss(net, 2)
+    found.look(net).loss(2)
     after = tensors_of(net)
     assert {"free_sigma", "model.1.running_mean"} <= set(before)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -113,11 +115,11 @@ def test_a_run_starts_at_the_noise_that_raises_the_loss_by_the_tolerance(toleran
     assert sigma.unique().numel() == 1
     net, found = looking()
     with_sigma(net, SIGMA_FLOOR)
-    allowed = found.loss(net, 3) + tolerance
+    allowed = found.look(net).loss(3) + tolerance
     with_sigma(net, float(sigma[0]))
-    assert found.loss(net, 3) <= allowed
+    assert found.look(net).loss(3) <= allowed
     with_sigma(net, 1.02 * float(sigma[0]))
-    assert found.loss(net, 3) > allowed
+    assert found.look(net).loss(3) > allowed
 
 
 def test_a_divergence_in_the_place_of_the_loss_needs_no_labels() -> None:
@@ -125,6 +127,28 @@ def test_a_divergence_in_the_place_of_the_loss_needs_no_labels() -> None:
     unlabelled = starting_sigma({}, inputs, distill=True)
     assert torch.equal(unlabelled, starting_sigma({}, distill=True))
     assert not torch.equal(unlabelled, starting_sigma({}))
+
+
+class Shuffled:
+    """A loader whose order is another every time, and that counts what it gave."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in torch.randperm(4).tolist():
+            self.given += 1
+            yield batches()[number]
+
+
+def test_the_batches_are_read_once() -> None:
+    net, found = looking()
+    loader = Shuffled()
+    look = replace(found, train=Source("train_loader", loader, CPU)).look(net)
+    assert look.loss(3) == look.loss(3)
+    assert loader.given == 3
+    look.loss(2)
+    assert loader.given == 3
 
 
 def test_a_network_of_zeros_tolerates_nothing_that_could_be_told() -> None:

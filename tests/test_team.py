@@ -204,7 +204,7 @@ def test_what_is_tolerated_is_by_the_mean_loss_of_the_processes() -> None:
             seat = Team(CPU)
             seat.rank = rank  # its noise, and its figures to itself
             source = Source("data", data(rank, 2, 8), CPU)
-            shares.append(Looking(source, task, task, config, seat).loss(net, 3))
+            shares.append(Looking(source, task, task, config, seat).look(net).loss(3))
         assert shares[0] != shares[1]
         losses.append(sum(shares) / 2)
     assert losses[1] <= losses[0] + 0.1 < losses[2]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pwfn.batches import Source
+from pwfn.batches import Batch, Source
 from pwfn.config import Config
 from pwfn.data.epochs import seed_from
 from pwfn.methods import Look, Method
@@ -41,24 +40,32 @@ class Looking:
             where = "the curvature"
             return diagonal_fisher(net, parameter, batches, count, self.task, precision, where, self.team)
 
-        return Look(through, fisher, partial(self.loss, net))
+        kept: list[Batch] = []  # the same at every call, though the loader may shuffle, and read once
+
+        def loss(count: int) -> float:
+            if len(kept) < count:
+                batches = self.train.endless()
+                kept[:] = [next(batches) for _ in range(count)]
+            return self.loss(net, kept[:count])
+
+        return Look(through, fisher, loss)
 
     @torch.no_grad()
-    def loss(self, net: Method, count: int) -> float:
-        """The mean loss over so many batches, each with a draw that is the same at every call.
+    def loss(self, net: Method, batches: Sequence[Batch]) -> float:
+        """The mean loss over batches, each with a draw that is the same at every call.
 
         BatchNorm normalises by the batch, as in training, and keeps its statistics; all else is as in
         evaluation.
         """
-        batches, precision = self.train.endless(), self.config.training.precision
+        precision = self.config.training.precision
         seed = seed_from("looking", self.config.seed, self.team.rank)
         total = torch.zeros((), dtype=torch.float64, device=self.team.device)
         with evaluating(net), _by_batch(net):
-            for number in range(count):
+            for number, batch in enumerate(batches):
                 with net.sampling(True, at=(seed, number)), autocast(self.team.device, precision):
-                    total += self.scored(net, next(batches), f"train_loader, batch {number + 1}").double()
+                    total += self.scored(net, batch, f"train_loader, batch {number + 1}").double()
         self.team.average_([total])
-        return float(total) / count
+        return float(total) / len(batches)
 
 
 @contextmanager
