@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from pwfn import Config, DataError, PwfnError
 from pwfn.dryrun import Forecast, forecast
 from pwfn.errors import TooLargeError
+from pwfn.models import digits_resnet
 from pwfn.options import RunOptions
 from pwfn.runs import run
 
@@ -39,6 +41,21 @@ def test_where_nothing_is_trained_the_forecast_is_the_result(tmp_path: Path) -> 
     assert found.steps == 0
     record = facts["file_bytes"] - found.file_bytes
     assert 0 < record < 5000  # the forecast's file has no record of the run in it
+
+
+def test_a_lighter_rest_is_part_of_the_forecast(tmp_path: Path) -> None:
+    state = digits_resnet().state_dict()
+    for name, value in state.items():
+        if "running" in name:  # or there would be nothing to fold and to round
+            value.uniform_(0.5, 2.0)
+    weights = str(tmp_path / "weights.safetensors")
+    save_file(state, weights)
+    lighter = UNTRAINED.override({"finish.fold_batchnorm": True, "finish.rest": "bfloat16"})
+    asked = options(tmp_path / "run", weights=weights)
+    plain, light = (forecast(asked, config).file_bytes for config in (UNTRAINED, lighter))
+    assert light < plain - 500
+    record = run(asked, lighter)["file_bytes"] - light
+    assert 0 < record < 5000  # as above
 
 
 def test_the_steps_are_those_of_the_run(tmp_path: Path) -> None:

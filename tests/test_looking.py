@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -163,6 +164,20 @@ def test_a_loss_that_is_lost_counts_as_too_high() -> None:
     net = GaussianNetwork(nn.Linear(3, 2), Config().override({**SETTINGS, "posterior.tolerance": 1.0}))
     net.take_tolerated(lambda: float("nan") if bool(net.sigma[0] > 0.125) else 0.0)
     assert 0.12 < net.sigma[0].item() <= 0.125
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda sigma: math.nan, "the loss is nan without any noise"),
+        (lambda sigma: 0.0, "not even noise of eight times the weights' size raises the loss by 0.2"),
+        (lambda sigma: float(sigma > 1e-6), "noise of a 256th of the weights' size raises the loss by 0.2"),
+    ],
+)
+def test_where_there_is_no_such_noise_a_sentence_says_so(loss: Any, said: str) -> None:
+    net = GaussianNetwork(nn.Linear(3, 2), Config().override(SETTINGS))
+    with pytest.raises(WeightError, match=said):
+        net.take_tolerated(lambda: loss(net.sigma[0].item()))
 
 
 def test_sigma_by_the_size_of_the_network() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from pwfn import methods
 from pwfn.config import Config
 from pwfn.fileformat import dumps
+from pwfn.lightening import lighten
 from pwfn.methods import Method
 from pwfn.metrics import Pool
 from pwfn.opening import opened
@@ -81,6 +82,7 @@ def forecast(options: RunOptions, config: Config, team: Team | None = None) -> F
     fresh = methods.of(config)(found.model, config).to(team.device)
     run.begin(fresh)
     net, fixing_seconds = _fixed(fresh, run)
+    lighten(net.model, config.finish)
     compressed = net.finish()
     pool = Pool.of(compressed.values())
     steps, finish = sum(run.stretches()), config.finish

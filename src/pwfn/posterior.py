@@ -246,8 +246,13 @@ class GaussianNetwork(WeightNetwork):
         if rms == 0:
             raise WeightError('every weight is zero: there is no sigma for posterior.init = "tolerance"')
         self._set_free_sigma(SIGMA_FLOOR)
-        allowed = loss() + self.config.posterior.tolerance
-        low, high = -8.0, 3.0  # log2 of sigma / rms
+        tolerance, quiet = self.config.posterior.tolerance, loss()
+        if not math.isfinite(quiet):
+            raise WeightError(
+                f"the loss is {quiet} without any noise: look for NaN in the data or the weights"
+            )
+        allowed = quiet + tolerance
+        least, most = low, high = -8.0, 3.0  # log2 of sigma / rms
         for _ in range(10):
             middle = (low + high) / 2
             self._set_free_sigma(rms * 2**middle)
@@ -255,6 +260,12 @@ class GaussianNetwork(WeightNetwork):
                 low = middle
             else:
                 high = middle
+        if low == least or high == most:
+            said = "noise of a 256th of" if low == least else "not even noise of eight times"
+            raise WeightError(
+                f"{said} the weights' size raises the loss by {tolerance:g}, posterior.tolerance: set "
+                "another, or another posterior.init"
+            )
         self._set_free_sigma(max(rms * 2**low, SIGMA_FLOOR))
 
     def _set_free_sigma(self, value: float) -> None:

@@ -27,14 +27,7 @@ from pwfn.methods import Method
 from pwfn.metrics import Pool
 from pwfn.progress import Keep, Progress, Pulse, Round
 from pwfn.randomness import random_states, restore_random_states
-from pwfn.scoring import (
-    LossFn,
-    Objective,
-    Scores,
-    accuracy,
-    divergence,
-    evaluate,
-)
+from pwfn.scoring import LossFn, Objective, Scores, accuracy, divergence, evaluate
 from pwfn.sections import Decay, Precision
 from pwfn.storage import replacing
 from pwfn.targets import State, check_target, choose
