@@ -91,10 +91,12 @@ class Config:
     def preset(cls, name: str, method: str = MethodName.PWFN) -> Self:
         """The settings of that name, ``paper`` (to the letter), ``recommended`` or ``quick``, for a method.
 
-        ``paper`` keeps the paper's rule (``mean``), has no sweep, and stops after the last
-        fixing: no BatchNorm re-estimation, no polish. ``quick`` is three rounds and three epochs in all,
-        one of them polish, with one sigma for all weights, by what the network tolerates, which does not
-        learn. These two are for ``pwfn`` alone.
+        With ``recommended`` all weights have one sigma, by what the network tolerates; it does not learn,
+        and fixed weights have no noise in training. ``paper`` has the paper's: sigma starts from the powers
+        of two and learns, fixed weights have noise, the rule is ``mean``, the grid begins at 2^-7, there is
+        no sweep, and nothing after the last fixing, no BatchNorm re-estimation and no polish. ``quick`` is
+        as ``recommended`` in three rounds and three epochs in all, one of them polish. These two are for
+        ``pwfn`` alone.
 
         >>> Config.preset("recommended", "lsq").training.decay
         <Decay.COSINE: 'cosine'>
@@ -152,6 +154,19 @@ class Config:
         return cls.preset(preset, tables.get("method", MethodName.PWFN))._merged(tables)
 
     @classmethod
+    def recorded(cls, found: Mapping[str, Any]) -> Self:
+        """Settings from a run's record, which may be older than some of them.
+
+        What a record does not have came after it, and was then as its first default: see FIRST_DEFAULTS
+        where that is not the default of today.
+
+        >>> Config.recorded({"posterior": {"init": "powers"}}).posterior.learn_sigma
+        True
+        """
+        preset = cls.preset("recommended", str(found.get("method", MethodName.PWFN)))
+        return preset.override(FIRST_DEFAULTS).override(found)
+
+    @classmethod
     def load(cls, path: str | Path) -> Self:
         """Settings from a TOML file."""
         try:
@@ -172,6 +187,23 @@ class Config:
                 item.name: _plain(getattr(section, item.name)) for item in dataclasses.fields(section)
             }
         return tables
+
+    def in_force(self) -> dict[str, Any]:
+        """The settings that a run reads, plain and by ``section.name``: runs alike in them are the same run.
+
+        Left out is what is of another method, or of another ``posterior.init``.
+
+        >>> ["posterior.tolerance" in Config.preset(name).in_force() for name in ("recommended", "paper")]
+        [True, False]
+        """
+        read: dict[str, Any] = {}
+        for name, value in self.to_dict().items():
+            if not isinstance(value, Mapping):
+                read[name] = value
+            elif _METHOD_OF.get(name, self.method) is self.method:
+                read |= {f"{name}.{key}": item for key, item in value.items()}
+        init = self.posterior.init
+        return {name: value for name, value in read.items() if init in _INITS_OF.get(name, SigmaInit)}
 
     def to_toml(self) -> str:
         """TOML with every setting and, as a comment, what it does and what is allowed.
@@ -194,24 +226,48 @@ class Config:
 PRESETS: dict[str, dict[str, Any]] = {
     "recommended": {},
     "paper": {
+        "posterior.init": SigmaInit.POWERS,
+        "posterior.learn_sigma": True,
+        "posterior.noise_on_fixed": True,
         "clustering.rule": Rule.MEAN,
+        "clustering.b": 7,
         "clustering.sweep": None,
         "finish.reestimate_batchnorm": False,
         "finish.polish_epochs": 0.0,
     },
     "quick": {
-        "posterior.init": SigmaInit.TOLERANCE,
-        "posterior.tolerance": 0.1,
-        "posterior.learn_sigma": False,
-        "posterior.noise_on_fixed": False,
-        "clustering.b": None,
         "schedule.fractions": (0.6, 0.9, 1.0),
         "schedule.epochs_of_rounds": (0.05, 1.2, 0.75),
         "finish.reestimate_epochs": 0.1,
-        "finish.polish_epochs": 1.0,
     },
 }
 """What each preset changes from the defaults."""
+
+FIRST_DEFAULTS: dict[str, Any] = {
+    "posterior.init": SigmaInit.POWERS,
+    "posterior.network_sigma": 0.5,
+    "posterior.tolerance": 0.2,
+    "posterior.learn_sigma": True,
+    "posterior.noise_on_fixed": True,
+    "clustering.b": 7,
+}
+"""What a setting was by default when there first was such a setting, where it is something else now."""
+
+_METHOD_OF = {"posterior": MethodName.PWFN, "clustering": MethodName.PWFN, "wfn": MethodName.WFN}
+"""The sections that one method alone reads."""
+
+_CURVATURES = (SigmaInit.CURVATURE, SigmaInit.CURVATURE_ROOT)
+_INITS_OF = {
+    "posterior.constant_sigma": (SigmaInit.CONSTANT,),
+    "posterior.network_sigma": (SigmaInit.NETWORK,),
+    "posterior.tolerance": (SigmaInit.TOLERANCE,),
+    "posterior.tolerance_batches": (SigmaInit.TOLERANCE,),
+    "posterior.relative_sigma": (SigmaInit.RELATIVE,),
+    "posterior.curvature_batches": _CURVATURES,
+    "posterior.curvature_sigma": _CURVATURES,
+    "posterior.curvature_scale": _CURVATURES,
+}
+"""The settings that say where sigma starts, and with which ``posterior.init`` a run reads them."""
 
 _TRAINED_ON_ITS_CODEBOOK: dict[str, Any] = {
     # One optimiser for the whole run. There is no noise to re-estimate statistics after, and

@@ -1,6 +1,7 @@
 """Gaussian weights: every compressed weight is N(mu, sigma), and more and more of them are fixed.
 
 net = GaussianNetwork(model)
+net.take_tolerated(loss)                # where sigma starts by what the network tolerates
 for fraction in PAPER_FRACTIONS:
     ...                                 # any loop, any optimiser: net(x), net.penalty()
     net.fix(fraction)
@@ -110,6 +111,11 @@ class GaussianNetwork(WeightNetwork):
     it uses the means, so that before any training the output is the model's own, bit for bit.
     The model given is copied, not changed; the copy's other parameters (BatchNorm, tokens, …)
     are trained along.
+
+    Without data it cannot be known what noise the network tolerates: with ``posterior.init =
+    "tolerance"``, which is the default, sigma is that of ``network``, ``posterior.network_sigma`` times
+    the root mean square of all weights, until :meth:`take_tolerated` is called. By default sigma does not
+    learn, and :meth:`penalty` is zero.
 
     A fixed weight lives in a buffer, not in a parameter: no optimiser, momentum or weight decay
     can move it. ``mu`` and ``sigma`` are the vectors in force (fixed where fixed); ``free_mu``
@@ -272,7 +278,10 @@ class GaussianNetwork(WeightNetwork):
         self.free_sigma.masked_fill_(~self.fixed, value)
 
     def penalty(self) -> Tensor:
-        """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3)."""
+        """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3).
+
+        Zero where sigma does not learn (``posterior.learn_sigma``).
+        """
         short = torch.relu(self.config.posterior.cap - self.free_sigma)
         return self.config.posterior.strength * short.masked_fill(self.fixed, 0).sum()
 
@@ -414,10 +423,10 @@ def _root_mean_square(values: Tensor) -> float:
 def _starting_sigma(mu: Tensor, layout: Layout, config: PosteriorConfig) -> Tensor:
     if config.init is SigmaInit.CONSTANT:
         return torch.full_like(mu, config.constant_sigma)
-    if config.init is SigmaInit.NETWORK:
+    if config.init in (SigmaInit.NETWORK, SigmaInit.TOLERANCE):
+        # What is tolerated is not known before data are: it comes by take_tolerated.
         return torch.full_like(mu, max(config.network_sigma * _root_mean_square(mu), SIGMA_FLOOR))
     if config.init is SigmaInit.RELATIVE:
         return relative_sigma(mu, config.relative_sigma)
-    # What the loss says is not known before data are: it comes by take_curvature and take_tolerated, and
-    # until then sigma is this.
+    # Nor is the curvature, which comes by take_curvature: until then sigma is this.
     return torch.cat([initial_sigma(mu[entry.span]) for entry in layout.entries])

@@ -106,17 +106,17 @@ class PosteriorConfig(Section):
     """The Gaussian weights: where sigma starts, and what keeps it from collapsing."""
 
     _name = "posterior"
-    init: SigmaInit = setting(SigmaInit.POWERS, Choice(SigmaInit), "where sigma starts")
+    init: SigmaInit = setting(SigmaInit.TOLERANCE, Choice(SigmaInit), "where sigma starts")
     constant_sigma: float = setting(
         1e-3, Number(0, above_low=True), 'the starting sigma for init = "constant"'
     )
     network_sigma: float = setting(
-        0.5,
+        0.33,
         Number(0, above_low=True),
         'the starting sigma for init = "network", as a share of the root mean square of all weights',
     )
     tolerance: float = setting(
-        0.2,
+        0.1,
         Number(0, above_low=True),
         'for init = "tolerance": how much noise of that sigma may raise the loss (nats, for cross entropy)',
     )
@@ -142,9 +142,9 @@ class PosteriorConfig(Section):
     alpha: float = setting(2**-11, Number(0), "strength of the regulariser")
     cap: float = setting(0.05, Number(0, above_low=True), "S: sigma above it is not rewarded")
     learn_sigma: bool = setting(
-        True, Switch(), "off: a free weight keeps the sigma it starts with, and there is no regulariser"
+        False, Switch(), "off: a free weight keeps the sigma it starts with, and there is no regulariser"
     )
-    noise_on_fixed: bool = setting(True, Switch(), "fixed weights are sampled in training too")
+    noise_on_fixed: bool = setting(False, Switch(), "fixed weights are sampled in training too")
 
     @property
     def strength(self) -> float:
@@ -154,8 +154,8 @@ class PosteriorConfig(Section):
     def sigma_rate(self, lr: float, sigma_lr: float | None) -> float:
         """The learning rate of sigma: its own, else that of all; zero where it does not learn.
 
-        >>> PosteriorConfig().sigma_rate(0.1, None), PosteriorConfig(learn_sigma=False).sigma_rate(0.1, 1.0)
-        (0.1, 0.0)
+        >>> PosteriorConfig().sigma_rate(0.1, 1.0), PosteriorConfig(learn_sigma=True).sigma_rate(0.1, None)
+        (0.0, 0.1)
         """
         if not self.learn_sigma:
             return 0.0
@@ -169,7 +169,7 @@ class ClusteringConfig(Section):
     _name = "clustering"
     rule: Rule = setting(Rule.EACH, Choice(Rule), "which weights are fixed at a centre")
     b: int | None = setting(
-        7,
+        None,
         Number(0, 30, whole=True, optional=True),
         'smallest power of two is 2^-b; "off": as large as is within two sigmas, by the median free weight',
     )

@@ -141,24 +141,18 @@ def differs(run: Run, found: Mapping[str, Any]) -> str | None:
 def settings_differ(run: Run, found: Mapping[str, Any]) -> str | None:
     """The first setting in which a run that was done differs; None where there is none.
 
-    A setting that came later was then as its default is now.
+    A setting that came later was then as its first default, and one that the run does not read (another
+    method's, say) makes no difference.
     """
     try:
-        before = Config.preset("recommended", str(found.get("method", MethodName.PWFN))).override(found)
+        before = Config.recorded(found).in_force()
     except ConfigError as error:
         return f"its settings are of another version: {error}"
-    old, new = _flat(before.to_dict()), _flat(run.config.to_dict())
-    for name, value in new.items():
-        if old[name] != value:
-            return f"its {name} is {old[name]!r}, not {value!r}"
+    for name, value in run.config.in_force().items():
+        # What is read depends on the method and posterior.init, which come first: alike here, alike there.
+        if before[name] != value:
+            return f"its {name} is {before[name]!r}, not {value!r}"
     return None
-
-
-def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in tables.items():
-        flat |= {f"{key}.{n}": v for n, v in item.items()} if isinstance(item, Mapping) else {key: item}
-    return flat
 
 
 def record(folder: Path) -> dict[str, Any]:

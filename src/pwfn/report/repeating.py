@@ -46,7 +46,7 @@ seed=3, trouble=None)
         method = str(found.get("method", MethodName.PWFN))
         seed = found.get("seed", 0)
         try:
-            config = Config.preset("recommended", method).override(found)
+            config = Config.recorded(found)
         except ConfigError as error:
             return cls(method, "recommended", (), seed if isinstance(seed, int) else 0, str(error))
         names = PRESETS if config.method is MethodName.PWFN else ("recommended",)
