@@ -353,21 +353,159 @@ def test_the_numbers_of_the_paper() -> None:
     assert expected["schedule.fractions"] == PAPER_FRACTIONS
 
 
-def test_the_presets_differ_in_four_settings_only() -> None:
-    paper, recommended = Config.preset("paper"), Config.preset("recommended")
-    differing = {name for name in CASES if value_of(paper, name) != value_of(recommended, name)}
-    assert differing == {
-        "clustering.rule",
-        "clustering.sweep",
-        "finish.reestimate_batchnorm",
-        "finish.polish_epochs",
+# Today's numbers, whatever the defaults are: the preset is what the paper's results are made with.
+PAPER: dict[str, Any] = {
+    "method": "pwfn",
+    "seed": 0,
+    "layout.include": [],
+    "layout.exclude": [],
+    "posterior.init": "powers",
+    "posterior.alpha": 2**-11,
+    "posterior.cap": 0.05,
+    "posterior.learn_sigma": True,
+    "posterior.noise_on_fixed": True,
+    "clustering.rule": "mean",
+    "clustering.b": 7,
+    "clustering.delta": 1.0,
+    "clustering.omega_max": 4,
+    "clustering.rate": 0.0,
+    "clustering.zero_fix": False,
+    "clustering.zero_first": 0.0,
+    "clustering.sweep": "off",
+    "clustering.distance_floor": 2**-30,
+    "clustering.fixed_sigma": "std",
+    "quantiser.bits": 4,
+    "quantiser.activation_bits": "off",
+    "quantiser.include_ends": False,
+    "quantiser.codebooks": "method",
+    "training.optimizer": "sgd",
+    "training.learning_rate": 0.001,
+    "training.sigma_learning_rate": "off",
+    "training.momentum": 0.9,
+    "training.weight_decay": 1e-4,
+    "training.decay": "none",
+    "training.clip_norm": 1.0,
+    "training.precision": "fp32",
+    "training.channels_last": False,
+    "training.fused": True,
+    "training.cuda_graph": False,
+    "training.accumulate": 1,
+    "training.distill": False,
+    "training.distill_share": 1.0,
+    "training.steps_per_epoch": "off",
+    "schedule.fractions": [0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 1.0],
+    "schedule.warmup_epochs": 0.05,
+    "schedule.epochs_per_round": 3.0,
+    "schedule.epochs_of_rounds": "off",
+    "schedule.epochs": 27.0,
+    "schedule.reestimate_in_rounds": False,
+    "finish.reestimate_batchnorm": False,
+    "finish.reestimate_epochs": 1.0,
+    "finish.polish_epochs": 0.0,
+    "finish.polish_learning_rate": 1e-3,
+    "finish.fold_batchnorm": False,
+    "finish.rest": "float32",
+    "target.max_drop": "off",
+    "target.bits": "off",
+    "target.keep_states": False,
+}
+
+
+def test_the_paper_preset_is_these_settings() -> None:
+    """All that a run of it reads; what only another method or another start of sigma reads is left out."""
+    assert Config.preset("paper").in_force() == PAPER
+
+
+RECOMMENDED: dict[str, Any] = {
+    "posterior.init": "tolerance",
+    "posterior.tolerance": 0.1,
+    "posterior.tolerance_batches": 8,
+    "posterior.learn_sigma": False,
+    "posterior.noise_on_fixed": False,
+    "clustering.rule": "each",
+    "clustering.b": "off",
+    "clustering.sweep": 16.0,
+    "finish.reestimate_batchnorm": True,
+    "finish.polish_epochs": 1.0,
+}
+
+
+def test_the_recommended_preset_is_the_papers_but_for_these() -> None:
+    assert Config.preset("recommended") == Config()
+    assert Config().in_force() == {**PAPER, **RECOMMENDED}
+    paper = Config.preset("paper").to_dict()
+    ours = {f"{s}.{n}": v for s, t in Config().to_dict().items() if s in SECTIONS for n, v in t.items()}
+    differing = {
+        name for name, value in ours.items() if paper[name.split(".")[0]][name.split(".")[1]] != value
     }
-    assert paper.seed == recommended.seed == 0
-    assert recommended == Config()
-    assert recommended.clustering.sweep == 16
-    assert recommended.clustering.rule in (Rule.EACH, Rule.NEAREST)
-    assert recommended.finish.reestimate_batchnorm
-    assert recommended.finish.polish_epochs == 1
+    # The tolerance and its batches are there in both, and not read in one.
+    assert differing == set(RECOMMENDED) - {"posterior.tolerance", "posterior.tolerance_batches"}
+
+
+def test_the_quick_preset_is_the_recommended_but_for_its_length() -> None:
+    assert Config.preset("quick").in_force() == {
+        **PAPER,
+        **RECOMMENDED,
+        "schedule.fractions": [0.6, 0.9, 1.0],
+        "schedule.epochs_of_rounds": [0.05, 1.2, 0.75],
+        "finish.reestimate_epochs": 0.1,
+    }
+
+
+def test_a_run_reads_the_sections_of_its_method_and_what_its_start_of_sigma_needs() -> None:
+    def sections(method: MethodName) -> set[str]:
+        return {name.partition(".")[0] for name in Config(method=method).in_force()}
+
+    shared = {"method", "seed", "layout", "quantiser", "training", "schedule", "finish", "target"}
+    assert sections(MethodName.PWFN) == shared | {"posterior", "clustering"}
+    assert sections(MethodName.WFN) == shared | {"wfn"}
+    assert sections(MethodName.LSQ) == shared
+    starts = {
+        "powers": set(),
+        "constant": {"constant_sigma"},
+        "network": {"network_sigma"},
+        "tolerance": {"tolerance", "tolerance_batches"},
+        "relative": {"relative_sigma"},
+        "curvature": {"curvature_batches", "curvature_sigma", "curvature_scale"},
+        "curvature_root": {"curvature_batches", "curvature_sigma", "curvature_scale"},
+    }
+    always = {"init", "alpha", "cap", "learn_sigma", "noise_on_fixed"}
+    for init, own in starts.items():
+        read = Config().override({"posterior.init": init}).in_force()
+        found = {name.removeprefix("posterior.") for name in read if name.startswith("posterior.")}
+        assert found == always | own
+
+
+def test_a_record_without_a_setting_has_its_first_default() -> None:
+    """What was recommended before there was a choice is what such a record is of."""
+    old = Config.recorded({"posterior": {"init": "powers"}, "clustering": {"rule": "each"}})
+    assert (
+        old.in_force()
+        == Config()
+        .override(
+            {
+                "posterior.init": "powers",
+                "posterior.learn_sigma": True,
+                "posterior.noise_on_fixed": True,
+                "clustering.b": 7,
+            }
+        )
+        .in_force()
+    )
+    assert Config.recorded({"posterior": {"init": "tolerance"}}).posterior.tolerance == 0.2
+    assert Config.recorded({"posterior": {"init": "network"}}).posterior.network_sigma == 0.5
+    assert Config.recorded({"method": "lsq"}).in_force() == Config.preset("recommended", "lsq").in_force()
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_record_with_all_settings_is_read_as_it_is(preset: str) -> None:
+    config = Config.preset(preset).override({"seed": 3})
+    assert Config.recorded(config.to_dict()) == config
+
+
+def test_a_record_of_unknown_settings_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"setting 'posterior.sigmas' is unknown"):
+        Config.recorded({"posterior": {"sigmas": 1}})
 
 
 def test_the_quick_preset_trains_three_epochs_in_all() -> None:
@@ -428,7 +566,7 @@ def test_override_takes_whole_sections_and_tables_and_later_keys_win() -> None:
     assert table == {"rule": "mean"}  # the caller's own dictionary
     assert Config().override({"clustering": ClusteringConfig(), "clustering.b": 8}).clustering.b == 8
     assert Config().override({"clustering.b": 8, "clustering": {"rule": "mean"}}).clustering.b == 8
-    assert Config().override({"clustering.b": 8, "clustering": ClusteringConfig()}).clustering.b == 7
+    assert Config().override({"clustering.b": 8, "clustering": ClusteringConfig()}).clustering.b is None
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ from pwfn import (
 
 FLOOR = 2.0**-30
 CAP = 0.05
+PAPER_SIGMA: dict[str, Any] = {
+    "posterior.init": "powers",
+    "posterior.learn_sigma": True,
+    "posterior.noise_on_fixed": True,
+    "clustering.b": 7,
+}
+"""Sigma as the paper has it, which most of this file is about; otherwise as recommended."""
 
 
 # --- the starting sigma --------------------------------------------------------------------------
@@ -159,9 +166,32 @@ def test_initial_sigma_of_what_is_no_weight(weight: Tensor) -> None:
 
 def test_every_parameter_has_its_own_quartile() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    net = GaussianNetwork(model)
+    net = GaussianNetwork(model, config())
     expected = [initial_sigma(parameter).flatten() for parameter in model.parameters()]
     assert torch.equal(net.sigma, torch.cat(expected))
+
+
+def test_until_it_is_known_what_is_tolerated_sigma_is_a_third_of_the_root_mean_square() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -2.0], [0.0, 2.0]]))
+        model.bias.copy_(torch.tensor([3.0, -6.0]))
+    net = GaussianNetwork(model)  # the mean square is (1 + 4 + 0 + 4 + 9 + 36) / 6 = 9
+    assert net.sigma.tolist() == pytest.approx([0.99] * 6, rel=1e-6)
+    assert net.penalty().item() == 0
+    assert net.parameter_groups(lr=0.1)[1]["lr"] == 0
+    half = Config().override({"posterior.network_sigma": 0.5})
+    assert GaussianNetwork(model, half).sigma.tolist() == [1.5] * 6
+    net.take_tolerated(lambda: net.sigma[0].item())
+    assert net.sigma.tolist() == pytest.approx([0.1] * 6, rel=0.01)  # the tolerance
+
+
+def test_by_default_fixed_weights_have_no_noise_in_training() -> None:
+    net = readable(settings=Config()).train()
+    net.fix(0.5)
+    draws = torch.stack([drawn(net) for _ in range(3)])
+    assert torch.equal(draws[:, net.fixed], net.mu[net.fixed].expand(3, -1))
+    assert bool((draws[:, ~net.fixed].std(0) > 0).all())
 
 
 def test_no_prior() -> None:
@@ -249,7 +279,9 @@ SIDE = 4
 
 
 def config(**posterior: Any) -> Config:
-    return Config().override({f"posterior.{name}": value for name, value in posterior.items()})
+    return Config().override(
+        {**PAPER_SIGMA, **{f"posterior.{name}": value for name, value in posterior.items()}}
+    )
 
 
 def readable(side: int = SIDE, settings: Config | None = None, seed: int = 0) -> GaussianNetwork:
@@ -257,7 +289,7 @@ def readable(side: int = SIDE, settings: Config | None = None, seed: int = 0) ->
     layer = nn.Linear(side, side, bias=False, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(side, side, generator=torch.Generator().manual_seed(seed)))
-    return GaussianNetwork(layer, settings)
+    return GaussianNetwork(layer, settings or config())
 
 
 def drawn(net: GaussianNetwork) -> Tensor:
@@ -522,7 +554,7 @@ def test_penalty_is_over_the_free_weights_only() -> None:
 
 
 def test_penalty_of_the_paper() -> None:
-    net = GaussianNetwork(nn.Linear(9, 7))
+    net = GaussianNetwork(nn.Linear(9, 7), Config.preset("paper"))
     expected = 2**-11 * (0.05 - net.sigma.double()).sum()
     torch.testing.assert_close(net.penalty().double(), expected, rtol=1e-6, atol=0)
 
@@ -611,7 +643,7 @@ def small_net(seed: int = 0, settings: Config | None = None) -> GaussianNetwork:
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
     )
-    return GaussianNetwork(model, settings).train()
+    return GaussianNetwork(model, settings or config()).train()
 
 
 def train(
@@ -747,7 +779,7 @@ def test_sigma_comes_back_from_the_floor() -> None:
 def test_zero_first_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
     torch.manual_seed(0)
     model = nn.Linear(20, 5)
-    settings = {"posterior.init": "constant", "posterior.constant_sigma": 0.125}
+    settings = {**PAPER_SIGMA, "posterior.init": "constant", "posterior.constant_sigma": 0.125}
     net = GaussianNetwork(model, Config().override({**settings, "clustering.zero_first": 1.0}))
     plain = GaussianNetwork(model, Config().override(settings))
     assert torch.equal(net.rounded().mu, plain.rounded().mu)
@@ -763,8 +795,8 @@ def test_zero_first_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
 def test_a_fixing_minds_the_length_of_the_code_if_it_is_told_to() -> None:
     torch.manual_seed(0)
     model = nn.Linear(60, 30)
-    net = GaussianNetwork(model, Config().override({"clustering.rate": 0.5, "posterior.init": "relative"}))
-    plain = GaussianNetwork(model, Config().override({"posterior.init": "relative"}))
+    net = GaussianNetwork(model, config(init="relative").override({"clustering.rate": 0.5}))
+    plain = GaussianNetwork(model, config(init="relative"))
     state = net.mu, net.sigma, net.fixed.clone()
     for fraction in (0.5, 1.0):
         net.fix(fraction)
@@ -914,7 +946,7 @@ def assert_same_state(one: GaussianNetwork, other: GaussianNetwork) -> None:
 
 def test_state_round_trip_and_the_same_future() -> None:
     # A sweep threshold that the first round reaches puts a nan among the records.
-    net = small_net(settings=Config().override({"clustering.sweep": 1.0, "clustering.delta": 1.0}))
+    net = small_net(settings=config().override({"clustering.sweep": 1.0, "clustering.delta": 1.0}))
     train(net, OPTIMIZERS["sgd"](net.parameters()), 3)
     net.fix(0.3), net.fix(0.6)
     assert any(math.isnan(step.centre) for record in net.records for step in record.steps)
@@ -1118,7 +1150,7 @@ def signed_sums(powers: list[Fraction], most: int) -> set[Fraction]:
 @pytest.mark.parametrize("omega_max", [1, 2, 3, 4])
 def test_every_value_is_a_sum_of_few_powers_of_two(rule: str, sweep: float | None, omega_max: int) -> None:
     changes = {"clustering.rule": rule, "clustering.sweep": sweep, "clustering.omega_max": omega_max}
-    net = small_net(settings=Config().override({**changes, "clustering.b": 6}))
+    net = small_net(settings=config().override({**changes, "clustering.b": 6}))
     with torch.no_grad():
         net.free_mu.mul_(6)
     for fraction in (0.3, 0.7, 1.0):

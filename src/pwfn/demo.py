@@ -26,10 +26,10 @@ FILE = "model.pwfn"
 
 
 def settings(preset: str, seed: int) -> Config:
-    """A preset, with sigma learning ten times as fast: a round here is 129 steps, not thousands.
+    """A preset, with sigma, where it learns, ten times as fast: a round here is 129 steps, not thousands.
 
     The regulariser moves sigma by a set amount a step, so that in a run this short it would
-    otherwise hardly leave its start.
+    otherwise hardly leave its start. What is recommended is a sigma that does not learn.
     """
     return Config.preset(preset).override({"seed": seed, "training.sigma_learning_rate": 0.01})
 

@@ -115,7 +115,8 @@ class GaussianNetwork(WeightNetwork):
     Without data it cannot be known what noise the network tolerates: with ``posterior.init =
     "tolerance"``, which is the default, sigma is that of ``network``, ``posterior.network_sigma`` times
     the root mean square of all weights, until :meth:`take_tolerated` is called. By default sigma does not
-    learn, and :meth:`penalty` is zero.
+    learn: :meth:`penalty` is zero, and an optimiser must be made of :meth:`parameter_groups`, where sigma
+    has a learning rate of zero.
 
     A fixed weight lives in a buffer, not in a parameter: no optimiser, momentum or weight decay
     can move it. ``mu`` and ``sigma`` are the vectors in force (fixed where fixed); ``free_mu``

@@ -33,7 +33,7 @@ class Pwfn(GaussianNetwork, Method):
 
     keeps_optimizer = False
     has_posterior = True
-    forecast_of = "the weights as they are, sigma moved by the regulariser alone"
+    forecast_of = "the weights as they are, and sigma, where it learns, moved by the regulariser alone"
 
     @classmethod
     def plan(cls, config: Config) -> tuple[Stretch, ...]:
