@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from pwfn import Config, FileError, Progress, Result, compress
 from pwfn.checkpoint import Store, from_plain, to_plain
 
+# Sigma learns and fixed weights are drawn too: the most that can go astray.
 CONFIG = Config().override(
     {
+        "posterior.init": "powers",
+        "posterior.learn_sigma": True,
+        "posterior.noise_on_fixed": True,
+        "clustering.b": 7,
         "schedule.fractions": [0.4, 0.8, 1.0],
         "schedule.epochs_per_round": 1.5,
         "training.learning_rate": 0.05,

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from pwfn import Config, DataError, PwfnError
 from pwfn.dryrun import Forecast, forecast
 from pwfn.errors import TooLargeError
+from pwfn.methods.pwfn import Pwfn
 from pwfn.models import digits_resnet
 from pwfn.options import RunOptions
 from pwfn.runs import run
@@ -56,6 +59,19 @@ def test_a_lighter_rest_is_part_of_the_forecast(tmp_path: Path) -> None:
     assert light < plain - 500
     record = run(asked, lighter)["file_bytes"] - light
     assert 0 < record < 5000  # as above
+
+
+def test_a_rehearsal_moves_a_sigma_that_learns_and_no_other() -> None:
+    """With momentum 0.9 a step moves it by ten times the learning rate times alpha, up to the cap."""
+    constant = {"posterior.init": "constant", "posterior.constant_sigma": 0.01, "posterior.alpha": 0.5}
+    learns = Pwfn(nn.Linear(4, 2), Config.preset("paper").override(constant))
+    learns.rehearse(2)
+    torch.testing.assert_close(learns.sigma.detach(), torch.full((10,), 0.01 + 2 * 10 * 0.001 * 0.5))
+    learns.rehearse(1000)
+    torch.testing.assert_close(learns.sigma.detach(), torch.full((10,), 0.05))
+    stays = Pwfn(nn.Linear(4, 2), Config().override(constant))
+    stays.rehearse(1000)
+    torch.testing.assert_close(stays.sigma.detach(), torch.full((10,), 0.01))
 
 
 def test_the_steps_are_those_of_the_run(tmp_path: Path) -> None:

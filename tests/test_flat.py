@@ -23,7 +23,14 @@ from pwfn.team import Team
 from pwfn.training import fit
 
 CPU = torch.device("cpu")
-SETTINGS = Config().override({"posterior.alpha": 0.01, "posterior.cap": 0.02})
+PAPER_SIGMA: dict[str, Any] = {
+    "posterior.init": "powers",
+    "posterior.learn_sigma": True,
+    "posterior.noise_on_fixed": True,
+    "clustering.b": 7,
+}
+"""Sigma as the paper has it: it learns, and fixed weights have noise too."""
+SETTINGS = Config().override({**PAPER_SIGMA, "posterior.alpha": 0.01, "posterior.cap": 0.02})
 
 
 def network() -> nn.Module:
@@ -143,7 +150,9 @@ def test_a_sigma_that_does_not_learn_is_one_without_rate_and_regulariser(
 def test_a_whole_run_ends_in_the_same_clusters_with_and_without() -> None:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(16, 1, 8, 8, generator=generator), torch.randint(0, 10, (16,))) for _ in range(4)]
-    config = Config().override({"schedule.fractions": [0.4, 1.0], "schedule.epochs_per_round": 1.0})
+    config = Config().override(
+        {**PAPER_SIGMA, "schedule.fractions": [0.4, 1.0], "schedule.epochs_per_round": 1.0}
+    )
     torch.manual_seed(0)
     model = digits_resnet()
     results = [
@@ -309,7 +318,7 @@ def test_a_layer_that_the_step_did_not_go_through_has_a_zero_gradient() -> None:
             out: Tensor = self.used(x)
             return out
 
-    net = GaussianNetwork(Either(), Config().override({"posterior.alpha": 0.0})).train()
+    net = GaussianNetwork(Either(), Config().override({**PAPER_SIGMA, "posterior.alpha": 0.0})).train()
     before = net.mu.detach().clone()
     optimizer = FlatSGD(net, lr=0.1)
     for _ in range(2):

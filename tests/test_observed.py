@@ -41,6 +41,9 @@ from pwfn.observed import (
 )
 from pwfn.runs import run
 
+SIGMA_DIFFERS = Config().override({"posterior.init": "powers", "clustering.b": 7})
+"""From weight to weight, as in the paper, so that one in the place of another would show."""
+
 # Sigmas in bins
 
 
@@ -158,7 +161,7 @@ def test_positions_are_distinct_in_order_and_one_in_every_stretch(size: int, mos
 
 def test_the_same_weights_are_looked_at_in_the_end_and_no_random_state_is_touched() -> None:
     torch.manual_seed(1)
-    net = Pwfn(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 4)), Config())
+    net = Pwfn(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 4)), SIGMA_DIFFERS)
     mu = net.mu.detach().clone()
     state = torch.get_rng_state()
     first = at_start(net.layout, net.in_force())
@@ -194,7 +197,7 @@ def test_a_deep_network_has_fewer_of_each_layer() -> None:
 
 
 def test_a_line_is_json_that_gives_the_same_again() -> None:
-    net = Pwfn(network(), Config())
+    net = Pwfn(network(), SIGMA_DIFFERS)
     seen = [at_start(net.layout, net.in_force())]
     for number, fraction in enumerate((0.5, 1.0), 1):
         before = before_fixing(number, net.layout, net.in_force())

@@ -30,12 +30,16 @@ Batches = list[tuple[Tensor, Tensor]]
 
 SHORT = Config().override(
     {
+        "posterior.init": "powers",
+        "posterior.learn_sigma": True,
+        "posterior.noise_on_fixed": True,
+        "clustering.b": 7,
         "schedule.epochs_per_round": 1,
         "training.learning_rate": 0.01,
         "training.sigma_learning_rate": 0.3,
     }
 )
-"""All ten rounds, one epoch each; sigma learns fast enough to grow in so few steps."""
+"""All ten rounds, one epoch each, with the paper's sigma; it learns fast enough to grow in so few steps."""
 
 BRIEF = Config().override({"schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": 1})
 """Three rounds, for tests about everything but the weights."""

@@ -36,8 +36,13 @@ from pwfn.training import diagonal_fisher
 from pwfn.watching import Lines
 
 CPU = torch.device("cpu")
+# Sigma learns and fixed weights are drawn too: the most that can go astray.
 CONFIG = Config().override(
     {
+        "posterior.init": "powers",
+        "posterior.learn_sigma": True,
+        "posterior.noise_on_fixed": True,
+        "clustering.b": 7,
         "schedule.fractions": [0.5, 0.9, 1.0],
         "schedule.epochs_per_round": 0.5,
         "training.learning_rate": 0.01,

@@ -30,6 +30,12 @@ CPU = torch.device("cpu")
 PLAIN = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=0.1)
 
 
+def sigma_learns(**posterior: Any) -> Config:
+    """The paper's sigma, which learns, with these settings of it."""
+    given = {"init": "powers", "learn_sigma": True, "noise_on_fixed": True, **posterior}
+    return Config().override({f"posterior.{name}": value for name, value in given.items()})
+
+
 @pytest.fixture(autouse=True)
 def _same_random_state_for_every_test() -> None:
     torch.manual_seed(0)
@@ -72,9 +78,7 @@ def sum_of_outputs(output: Tensor, target: Tensor) -> Tensor:
 def test_the_clip_comes_before_the_regularisers_gradient(clip_norm: float, alpha: float) -> None:
     """With a task gradient of norm 10^6 and more, sigma moves by lr * (clipped - alpha)."""
     model = nn.Linear(3, 2, bias=False).double()
-    config = Config().override(
-        {"posterior.alpha": alpha, "posterior.init": "constant", "posterior.constant_sigma": 0.01}
-    )
+    config = sigma_learns(alpha=alpha, init="constant", constant_sigma=0.01)
     net = GaussianNetwork(model, config)
     mu, sigma = net.free_mu.detach().clone(), net.free_sigma.detach().clone()
     x = torch.tensor([[1e6, -2e6, 3e6]], dtype=torch.float64)
@@ -96,7 +100,7 @@ def test_the_clip_comes_before_the_regularisers_gradient(clip_norm: float, alpha
 
 def test_a_gradient_below_the_clip_is_taken_whole_and_off_means_off() -> None:
     for clip_norm, scale in ((10.0, 1.0), (None, 1e4)):
-        net = GaussianNetwork(nn.Linear(2, 1, bias=False).double(), Config().override({"posterior.alpha": 0}))
+        net = GaussianNetwork(nn.Linear(2, 1, bias=False).double(), sigma_learns(alpha=0))
         mu = net.free_mu.detach().clone()
         x = scale * torch.tensor([[0.5, -0.25]], dtype=torch.float64)
         training = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=0.1, clip_norm=clip_norm)
@@ -107,7 +111,7 @@ def test_a_gradient_below_the_clip_is_taken_whole_and_off_means_off() -> None:
 def test_the_clip_counts_the_uncompressed_parameters_too() -> None:
     """LayerNorm's bias has gradient 1 an output: of the norm of all three kinds, each gets its part."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2, elementwise_affine=True)).double()
-    net = GaussianNetwork(model, Config().override({"posterior.alpha": 0}))
+    net = GaussianNetwork(model, sigma_learns(alpha=0))
     bias_before = model[1].bias.detach().clone()
     x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     training = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=1.0, clip_norm=0.01)
@@ -121,7 +125,7 @@ def test_the_clip_counts_the_uncompressed_parameters_too() -> None:
 
 def test_weight_decay_is_on_mu_and_the_uncompressed_never_on_sigma() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double()
-    net = GaussianNetwork(model, Config().override({"posterior.alpha": 0}))
+    net = GaussianNetwork(model, sigma_learns(alpha=0))
     mu, sigma = net.free_mu.detach().clone(), net.free_sigma.detach().clone()
     config = TrainingConfig(momentum=0.9, weight_decay=0.5, learning_rate=0.1)
     nothing = [(torch.ones(1, 3, dtype=torch.float64), torch.zeros(1))]
@@ -139,7 +143,7 @@ def test_weight_decay_is_on_mu_and_the_uncompressed_never_on_sigma() -> None:
 
 
 def test_sigma_has_its_own_learning_rate() -> None:
-    config = Config().override({"posterior.init": "constant", "posterior.constant_sigma": 0.01})
+    config = sigma_learns(init="constant", constant_sigma=0.01)
     net = GaussianNetwork(nn.Linear(2, 1).double(), config)
     mu = net.free_mu.detach().clone()
     training = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=0.0, sigma_learning_rate=2.0)
@@ -151,7 +155,7 @@ def test_sigma_has_its_own_learning_rate() -> None:
 
 
 def test_fit_returns_the_mean_task_loss_without_the_regulariser_and_leaves_training_mode_on() -> None:
-    net = GaussianNetwork(nn.Linear(2, 1), Config().override({"posterior.alpha": 1e6})).eval()
+    net = GaussianNetwork(nn.Linear(2, 1), sigma_learns(alpha=1e6)).eval()
     values = iter([1.0, 2.0, 6.0])
     modes = []
 
@@ -236,7 +240,9 @@ def test_two_batches_of_four_are_a_step_as_one_of_eight() -> None:
             "posterior.init": "constant",
             "posterior.constant_sigma": 1e-12,
             "posterior.alpha": 0.0,
+            "posterior.learn_sigma": True,
             "posterior.noise_on_fixed": False,
+            "clustering.b": 7,
         }
     )
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -808,7 +814,7 @@ def batchnorm_net(**options: Any) -> tuple[nn.Sequential, GaussianNetwork]:
     model = nn.Sequential(
         nn.Linear(3, 4), nn.BatchNorm1d(4, **options), nn.Dropout(0.5), nn.Linear(4, 2)
     ).double()
-    config = Config().override({"posterior.init": "constant", "posterior.constant_sigma": 0.5})
+    config = sigma_learns(init="constant", constant_sigma=0.5)
     return model, GaussianNetwork(model, config)
 
 

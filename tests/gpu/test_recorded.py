@@ -12,8 +12,13 @@ from pwfn import Config, ConfigError, Result, compress
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+# Sigma learns and fixed weights are drawn too: the most that can be recorded.
 CONFIG = Config().override(
     {
+        "posterior.init": "powers",
+        "posterior.learn_sigma": True,
+        "posterior.noise_on_fixed": True,
+        "clustering.b": 7,
         "schedule.fractions": [0.5, 1.0],
         "schedule.warmup_epochs": 3.0,
         "schedule.epochs_per_round": 3.0,
