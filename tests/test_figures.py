@@ -47,13 +47,15 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two runs with sigmas, one of them with states, and one of another method."""
+    """Two runs with the paper's sigmas, one of them with states, and one of another method."""
     place = tmp_path_factory.mktemp("runs")
-    quick = QUICK.override({"posterior.alpha": 0.0})
+    sigma = {"init": "powers", "learn_sigma": True, "noise_on_fixed": True}
+    paper = {**{f"posterior.{name}": value for name, value in sigma.items()}, "clustering.b": 7}
+    kept, quick = KEPT.override(paper), QUICK.override({**paper, "posterior.alpha": 0.0})
     wfn = Config.preset("recommended", "wfn").override(
         {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 0.1, "finish.polish_epochs": 0.1}
     )
-    for name, config in (("kept", KEPT), ("alpha0", quick), ("wfn", wfn)):
+    for name, config in (("kept", kept), ("alpha0", quick), ("wfn", wfn)):
         run(options(place / name, checkpoint_minutes=60), config)
     return [place / name for name in ("kept", "alpha0", "wfn")]
 
@@ -420,6 +422,18 @@ def test_the_starting_sigma_is_drawn_for_the_prior_alone(runs: list[RunData]) ->
     constant = Config().override({"posterior.init": "constant"}).to_dict()
     assert sigmas.starting_sigma(made(runs, settings=constant)) is None
     assert sigmas.starting_sigma(runs[2]) is None
+
+
+def test_where_sigma_does_not_learn_no_alpha_and_no_cap_are_shown(runs: list[RunData]) -> None:
+    still = made(runs, settings=Config().to_dict())
+    drawing = sigmas.collapse([still], ["still"])
+    assert drawing is not None
+    assert drawing.table is not None
+    assert {row[1] for row in drawing.table[1]} == {"sigma does not learn"}
+    assert "alpha =" not in drawing.alt
+    learns = sigmas.collapse([runs[0]], ["learns"])
+    assert learns is not None
+    assert learns.alt.startswith("alpha = ")
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=30), st.floats(0, 1))

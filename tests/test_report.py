@@ -310,7 +310,7 @@ def test_uncertainty_is_shown_where_it_was_assessed(folder: Path, text: str, tmp
     found = json.loads((folder / "uncertainty.json").read_text())
     rows = cells(text, "first and its rivals")
     assert [row[0][0] for row in rows] == [row["name"] for row in found["rows"]]
-    assert [row[2][0] for row in rows] == [f"{row['nll']:.4f}" for row in found["rows"]]
+    assert [row[2][0] for row in rows] == [f"{row['nll']:,.4f}" for row in found["rows"]]
     assert [row[5][0] for row in rows] == [f"{row['risk_coverage_area']:.5f}" for row in found["rows"]]
     assert len(cells(text, "Doubt tells noise")) == len(rows)
     for row in found["rows"]:  # what is drawn is what was measured

@@ -95,7 +95,7 @@ def test_the_rows_on_sigma_differ_in_sigma_alone(network: str) -> None:
         {},
         own_rate,
         {**given, "posterior.init": "curvature_root"},
-        {**given, "posterior.init": "tolerance"},
+        {**given, "posterior.init": "tolerance", "posterior.tolerance": 0.2},
         {**given, "posterior.init": "relative"},
     ]
     assert (first.posterior.init, first.posterior.learn_sigma, first.clustering.b) == ("powers", True, 7)

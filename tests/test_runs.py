@@ -110,7 +110,7 @@ def test_the_folder_of_another_run_is_not_written_over(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "message"),
     [
-        ({}, {"clustering.b": 8}, "settings.clustering.b is 7, not 8"),
+        ({}, {"clustering.b": 8}, "settings.clustering.b is 'off', not 8"),
         ({"batch_size": 32}, {}, "data.batch_size is 64, not 32"),
         ({"limit": 700}, {}, "data.content is"),
     ],

@@ -56,7 +56,7 @@ def collapse(runs: Sequence[RunData], names: Sequence[str]) -> Drawing | None:
                     label = "before each fixing, later ones stronger" if strength == 1 else None
                     x, y = _outline(look.sigma, lowest)
                     panel.plot(x, y, color=SERIES[0], alpha=strength, linewidth=1.3, label=label)
-            cap = run.settings.get("posterior", {}).get("cap")
+            cap = run.settings.get("posterior", {}).get("cap") if _learns(run) else None
             if isinstance(cap, float) and cap > 0:
                 panel.axvline(math.log2(cap), color=SERIES[1], linewidth=0.9, label=f"cap S = {cap:g}")
             panel.set_title(_alpha(run) if len(shown) == 1 else f"{_alpha(run)}   {short(name, 18)}")
@@ -84,7 +84,7 @@ def collapse(runs: Sequence[RunData], names: Sequence[str]) -> Drawing | None:
         how_to_read="Each line is the distribution of sigma over the weights still free, an eighth of an "
         "octave a bin: where alpha is too small the lines move left and collapse, where it rules alone "
         "they pile up at the cap and tell weights apart no more; what is smaller than the axis shows is "
-        "gathered at its left end.",
+        "gathered at its left end. A sigma that does not learn stays where it starts.",
         alt=told + ".",
         draw=draw,
         height=0.7 + (2.3 if columns == 1 else 1.9) * rows,
@@ -104,8 +104,15 @@ def _trained(run: RunData) -> list[Observed]:
     return [seen for seen in run.observed if seen.moment is Moment.BEFORE and seen.sigma is not None]
 
 
+def _learns(run: RunData) -> bool:
+    """Runs of before there was a choice have no such setting: their sigma did."""
+    return run.settings.get("posterior", {}).get("learn_sigma", True) is True
+
+
 def _alpha(run: RunData) -> str:
     """A power of two as one."""
+    if not _learns(run):
+        return "sigma does not learn"
     alpha = run.settings.get("posterior", {}).get("alpha")
     if not isinstance(alpha, int | float):
         return "alpha unknown"
