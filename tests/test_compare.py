@@ -561,6 +561,41 @@ def test_a_file_that_has_changed_is_measured_again(finished: Path, tmp_path: Pat
     assert table.status == 0
 
 
+def before_sigma_was_a_choice(config: Config) -> dict[str, Any]:
+    """A record of those settings from before sigma could stay as it starts, or go by what is tolerated."""
+    tables = config.to_dict()
+    for name in ("learn_sigma", "tolerance", "tolerance_batches", "network_sigma"):
+        del tables["posterior"][name]
+    return tables
+
+
+def test_a_record_of_before_is_of_the_settings_that_were_the_defaults_then() -> None:
+    run = compare.read(DESCRIPTION).runs()[2]
+    then = {"posterior.init": "powers", "posterior.noise_on_fixed": True, "clustering.b": 7}
+    record = before_sigma_was_a_choice(run.config.override(then))
+    # The plan has what is recommended now, which that run was not.
+    assert measuring.settings_differ(run, record) == "its posterior.init is 'powers', not 'tolerance'"
+    named = {f'"{name}"': value for name, value in then.items()}
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in named.items())
+    same = compare.read(f'{DESCRIPTION}[row.settings]\n{lines}\n"posterior.learn_sigma" = true\n').runs()[2]
+    assert measuring.settings_differ(same, record) is None
+    other = compare.read(f"{DESCRIPTION}[row.settings]\n{lines}\n").runs()[2]
+    assert measuring.settings_differ(other, record) == "its posterior.learn_sigma is True, not False"
+
+
+def test_settings_that_a_run_does_not_read_make_no_difference() -> None:
+    lsq, _, pwfn = compare.read(DESCRIPTION).runs()
+    then = {"posterior.init": "powers", "posterior.noise_on_fixed": True, "clustering.b": 7}
+    assert measuring.settings_differ(lsq, before_sigma_was_a_choice(lsq.config.override(then))) is None
+    bits = lsq.config.override({"quantiser.bits": 2}).to_dict()
+    assert measuring.settings_differ(lsq, bits) == "its quantiser.bits is 2, not 3"
+    assert measuring.settings_differ(lsq, pwfn.config.to_dict()) == "its method is 'pwfn', not 'lsq'"
+    unread = pwfn.config.override({"posterior.network_sigma": 0.5, "wfn.delta": 0.1}).to_dict()
+    assert measuring.settings_differ(pwfn, unread) is None
+    tolerance = pwfn.config.override({"posterior.tolerance": 0.2}).to_dict()
+    assert measuring.settings_differ(pwfn, tolerance) == "its posterior.tolerance is 0.2, not 0.1"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "which"),
     [
