@@ -28,7 +28,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from pwfn import Compressed, GaussianNetwork, models
+from pwfn import Compressed, Config, GaussianNetwork, models
 from pwfn.export import OnnxExport, to_onnx
 
 NETWORKS = ("mobilenetv2_100", "resnet18", "deit_tiny_patch16_224")
@@ -63,7 +63,8 @@ def exported(name: str, folder: Path) -> Files:
     torch.manual_seed(0)
     model = models.create(name)
     randomise_norms(model)
-    net = GaussianNetwork(model)
+    # The paper's sigma, for as many values as a network trained that way has.
+    net = GaussianNetwork(model, Config().override({"posterior.init": "powers", "clustering.b": 7}))
     net.fix(1.0)
     compressed = net.finish()
     shape = models.input_shape(name, model)

@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pwfn import GaussianNetwork, __version__
+from pwfn import Config, GaussianNetwork, __version__
 from pwfn.models import create
 from pwfn.runtime import indexed_linear, memory_report
 
@@ -229,7 +229,9 @@ class Bench:
         if self.device.type == "cuda":
             dtype = torch.bfloat16
         torch.manual_seed(0)
-        network = GaussianNetwork(create(name).to(self.device))
+        # The paper's sigma, for as many values as a network trained that way has.
+        config = Config().override({"posterior.init": "powers", "clustering.b": 7})
+        network = GaussianNetwork(create(name).to(self.device), config)
         network.fix(1.0)
         compressed = network.finish()
         form: dict[str, Any] = {"dtype": dtype, "memory_format": torch.channels_last}
