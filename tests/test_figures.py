@@ -43,19 +43,24 @@ from pwfn.report.reading import RunData, names, read_run
 from pwfn.runs import run
 
 SVG = "{http://www.w3.org/2000/svg}"
+PAPER_SIGMA: dict[str, Any] = {
+    "posterior.init": "powers",
+    "posterior.learn_sigma": True,
+    "posterior.noise_on_fixed": True,
+    "clustering.b": 7,
+}
+"""Sigma as the paper has it, of which there is most to draw."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two runs with the paper's sigmas, one of them with states, and one of another method."""
     place = tmp_path_factory.mktemp("runs")
-    sigma = {"init": "powers", "learn_sigma": True, "noise_on_fixed": True}
-    paper = {**{f"posterior.{name}": value for name, value in sigma.items()}, "clustering.b": 7}
-    kept, quick = KEPT.override(paper), QUICK.override({**paper, "posterior.alpha": 0.0})
+    quick = QUICK.override({**PAPER_SIGMA, "posterior.alpha": 0.0})
     wfn = Config.preset("recommended", "wfn").override(
         {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 0.1, "finish.polish_epochs": 0.1}
     )
-    for name, config in (("kept", kept), ("alpha0", quick), ("wfn", wfn)):
+    for name, config in (("kept", KEPT.override(PAPER_SIGMA)), ("alpha0", quick), ("wfn", wfn)):
         run(options(place / name, checkpoint_minutes=60), config)
     return [place / name for name in ("kept", "alpha0", "wfn")]
 
@@ -83,7 +88,7 @@ def test_a_run_is_read_whole(folders: list[Path], runs: list[RunData]) -> None:
     assert (first.name, first.folder) == ("kept", folders[0])
     assert [done["fraction"] for done in first.rounds] == [0.5, 0.9, 1.0]
     assert [line["stage"] for line in first.epochs][-1] == "polish"
-    assert first.settings == KEPT.to_dict()
+    assert first.settings == KEPT.override(PAPER_SIGMA).to_dict()
     assert torch.equal(first.compressed.values(), load(folders[0] / "model.pwfn").values())
     assert [seen.moment for seen in first.observed][:2] == [Moment.START, Moment.BEFORE]
     assert first.record["file_bytes"] == first.file.stat().st_size

@@ -84,7 +84,7 @@ def collapse(runs: Sequence[RunData], names: Sequence[str]) -> Drawing | None:
         how_to_read="Each line is the distribution of sigma over the weights still free, an eighth of an "
         "octave a bin: where alpha is too small the lines move left and collapse, where it rules alone "
         "they pile up at the cap and tell weights apart no more; what is smaller than the axis shows is "
-        "gathered at its left end. A sigma that does not learn stays where it starts.",
+        "gathered at its left end; a sigma that does not learn stays where it starts.",
         alt=told + ".",
         draw=draw,
         height=0.7 + (2.3 if columns == 1 else 1.9) * rows,
