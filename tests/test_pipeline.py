@@ -28,12 +28,17 @@ from pwfn.randomness import seeded
 CPU = torch.device("cpu")
 Batches = list[tuple[Tensor, Tensor]]
 
+PAPER_SIGMA: dict[str, Any] = {
+    "posterior.init": "powers",
+    "posterior.learn_sigma": True,
+    "posterior.noise_on_fixed": True,
+    "clustering.b": 7,
+}
+"""Sigma as the paper has it: it learns, and nothing is read before the first round to find it."""
+
 SHORT = Config().override(
     {
-        "posterior.init": "powers",
-        "posterior.learn_sigma": True,
-        "posterior.noise_on_fixed": True,
-        "clustering.b": 7,
+        **PAPER_SIGMA,
         "schedule.epochs_per_round": 1,
         "training.learning_rate": 0.01,
         "training.sigma_learning_rate": 0.3,
@@ -41,7 +46,9 @@ SHORT = Config().override(
 )
 """All ten rounds, one epoch each, with the paper's sigma; it learns fast enough to grow in so few steps."""
 
-BRIEF = Config().override({"schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": 1})
+BRIEF = Config().override(
+    {**PAPER_SIGMA, "schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": 1}
+)
 """Three rounds, for tests about everything but the weights."""
 
 
@@ -669,6 +676,20 @@ def test_the_finish_reads_an_epoch_for_batchnorm_one_to_polish_and_one_for_batch
         assert loader.given == 1 + 2 * 5 + epochs * 5, changes
 
 
+def test_what_is_tolerated_is_found_on_eight_batches_read_once() -> None:
+    """Once for all halvings; the recommended settings, which have that, train as the others do."""
+    loader = Counting(tiny_data(5))
+    given: list[int] = []
+    brief = {"schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": 1}
+    compress(
+        nn.Linear(4, 2),
+        loader,
+        config=Config().override(brief),
+        on_round=lambda progress: given.append(loader.given),
+    )
+    assert given == [8 + trained for trained in (1, 6, 11)]
+
+
 def test_steps_per_epoch_takes_the_place_of_the_length() -> None:
     config = BRIEF.override({"training.steps_per_epoch": 7})
     result = compress(nn.Linear(4, 2), itertools.cycle(tiny_data(3)), config=config)
@@ -695,7 +716,7 @@ def test_exactly_the_fraction_rounded_up_is_fixed_after_each_round(size: int) ->
         fixed.append(int(progress.state["fixed"].sum()))
 
     data = [(torch.randn(4, size), torch.zeros(4, 1))]
-    config = Config().override({"schedule.epochs_per_round": 1})
+    config = Config().override({**PAPER_SIGMA, "schedule.epochs_per_round": 1})
     compress(nn.Linear(size, 1, bias=False), data, None, config, F.mse_loss, on_round=on_round)
     thousandths = [200, 400, 600, 700, 800, 900, 950, 975, 990, 1000]
     assert fixed == [-(-size * part // 1000) for part in thousandths]
@@ -902,7 +923,7 @@ def batchnorm_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
 
 
-SLOW_TO_FAIL = Config().override({"schedule.epochs_per_round": 1})
+SLOW_TO_FAIL = Config().override({**PAPER_SIGMA, "schedule.epochs_per_round": 1})
 
 
 def nan_from(call: int) -> Callable[[Tensor, Tensor], Tensor]:
