@@ -320,7 +320,7 @@ def content(folder: Path) -> dict[Path, bytes]:
             ("--seed", "1"),
             "whose settings.seed is 0, not 1: start in another folder, or with the settings of that",
         ),
-        (("--set", "clustering.b=8"), "settings.clustering.b is 7, not 8"),
+        (("--set", "clustering.b=8"), "settings.clustering.b is 'off', not 8"),
         (("--limit", "100"), "data.content is "),
         (("--batch-size", "64"), "data.batch_size is 128, not 64"),
         (("--max-drop", "1"), "settings.target.max_drop is 'off', not 1.0"),
