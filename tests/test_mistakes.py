@@ -218,6 +218,7 @@ def test_a_batch_too_large_says_what_fits_and_that_does(
             "--out",
             str(tmp_path / "run"),
             *SETTINGS,
+            *("--set", "posterior.init=powers"),  # nothing but scoring is in evaluation mode then
         ),
     )
     where, option = "round 1 of 1, step 1", "--batch-size"
