@@ -91,12 +91,11 @@ class Config:
     def preset(cls, name: str, method: str = MethodName.PWFN) -> Self:
         """The settings of that name, ``paper`` (to the letter), ``recommended`` or ``quick``, for a method.
 
-        With ``recommended`` all weights have one sigma, by what the network tolerates; it does not learn,
-        and fixed weights have no noise in training. ``paper`` has the paper's: sigma starts from the powers
-        of two and learns, fixed weights have noise, the rule is ``mean``, the grid begins at 2^-7, there is
-        no sweep, and nothing after the last fixing, no BatchNorm re-estimation and no polish. ``quick`` is
-        as ``recommended`` in three rounds and three epochs in all, one of them polish. These two are for
-        ``pwfn`` alone.
+        With ``recommended`` all weights have one sigma, by what the network tolerates, which does not learn.
+        ``paper`` has the paper's: sigma starts from the powers of two and learns, the rule is ``mean``, the
+        grid begins at 2^-7, there is no sweep, and nothing after the last fixing, no BatchNorm re-estimation
+        and no polish. ``quick`` has one sigma for all too, in three rounds and three epochs in all, one of
+        them polish. These two are for ``pwfn`` alone.
 
         >>> Config.preset("recommended", "lsq").training.decay
         <Decay.COSINE: 'cosine'>
@@ -158,13 +157,13 @@ class Config:
         """Settings from a run's record, which may be older than some of them.
 
         What a record does not have came after it, and was then as its first default: see FIRST_DEFAULTS
-        where that is not the default of today.
+        where that may not be the default of today.
 
         >>> Config.recorded({"posterior": {"init": "powers"}}).posterior.learn_sigma
         True
         """
         preset = cls.preset("recommended", str(found.get("method", MethodName.PWFN)))
-        return preset.override(FIRST_DEFAULTS).override(found)
+        return preset.override({**FIRST_DEFAULTS, **METHOD_SETTINGS[preset.method]}).override(found)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -191,7 +190,8 @@ class Config:
     def in_force(self) -> dict[str, Any]:
         """The settings that a run reads, plain and by ``section.name``: runs alike in them are the same run.
 
-        Left out is what is of another method, or of another ``posterior.init``.
+        Left out is what is of another method or of another ``posterior.init``, and the share of a
+        distillation that there is not.
 
         >>> ["posterior.tolerance" in Config.preset(name).in_force() for name in ("recommended", "paper")]
         [True, False]
@@ -202,6 +202,8 @@ class Config:
                 read[name] = value
             elif _METHOD_OF.get(name, self.method) is self.method:
                 read |= {f"{name}.{key}": item for key, item in value.items()}
+        if not self.training.distill:
+            del read["training.distill_share"]
         init = self.posterior.init
         return {name: value for name, value in read.items() if init in _INITS_OF.get(name, SigmaInit)}
 
@@ -223,9 +225,18 @@ class Config:
         return "\n".join(lines) + "\n"
 
 
+_PLAIN_STEPS: dict[str, Any] = {
+    "training.learning_rate": 1e-3,
+    "training.decay": Decay.NONE,
+    "training.distill": False,
+    "training.distill_share": 1.0,
+}
+"""The paper's. The other methods and ``quick`` have them too, unless they name others."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     "recommended": {},
     "paper": {
+        **_PLAIN_STEPS,
         "posterior.init": SigmaInit.POWERS,
         "posterior.learn_sigma": True,
         "posterior.noise_on_fixed": True,
@@ -236,14 +247,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "finish.polish_epochs": 0.0,
     },
     "quick": {
+        **_PLAIN_STEPS,
+        "posterior.init": SigmaInit.TOLERANCE,
+        "posterior.tolerance": 0.1,
+        "posterior.learn_sigma": False,
+        "posterior.noise_on_fixed": False,
+        "clustering.b": None,
         "schedule.fractions": (0.6, 0.9, 1.0),
         "schedule.epochs_of_rounds": (0.05, 1.2, 0.75),
         "finish.reestimate_epochs": 0.1,
+        "finish.polish_epochs": 1.0,
     },
 }
-"""What each preset changes from the defaults."""
+"""What each preset sets; some of it is as by default, and named so that it stays when a default changes."""
 
 FIRST_DEFAULTS: dict[str, Any] = {
+    **_PLAIN_STEPS,
     "posterior.init": SigmaInit.POWERS,
     "posterior.network_sigma": 0.5,
     "posterior.tolerance": 0.2,
@@ -251,7 +270,7 @@ FIRST_DEFAULTS: dict[str, Any] = {
     "posterior.noise_on_fixed": True,
     "clustering.b": 7,
 }
-"""What a setting was by default when there first was such a setting, where it is something else now."""
+"""What a setting was by default when there first was such a setting, where the default has changed or may."""
 
 _METHOD_OF = {"posterior": MethodName.PWFN, "clustering": MethodName.PWFN, "wfn": MethodName.WFN}
 """The sections that one method alone reads."""
@@ -272,6 +291,7 @@ _INITS_OF = {
 _TRAINED_ON_ITS_CODEBOOK: dict[str, Any] = {
     # One optimiser for the whole run. There is no noise to re-estimate statistics after, and
     # all that is not quantised was trained along with what is: nothing is left to polish.
+    **_PLAIN_STEPS,
     "training.learning_rate": 0.01,
     "training.decay": Decay.COSINE,
     "training.clip_norm": None,
@@ -280,7 +300,7 @@ _TRAINED_ON_ITS_CODEBOOK: dict[str, Any] = {
 }
 METHOD_SETTINGS: dict[MethodName, dict[str, Any]] = {
     MethodName.PWFN: {},
-    MethodName.WFN: {"training.clip_norm": None},
+    MethodName.WFN: {**_PLAIN_STEPS, "training.clip_norm": None},
     MethodName.LSQ: _TRAINED_ON_ITS_CODEBOOK,
     MethodName.LSQ_PLUS: _TRAINED_ON_ITS_CODEBOOK,
     MethodName.APOT: _TRAINED_ON_ITS_CODEBOOK,
@@ -297,12 +317,13 @@ METHOD_SETTINGS: dict[MethodName, dict[str, Any]] = {
         "training.clip_norm": 1.0,
     },
     MethodName.BASELINE: {
+        **_PLAIN_STEPS,
         "schedule.epochs": 0.0,
         "finish.reestimate_batchnorm": False,
         "finish.polish_epochs": 0.0,
     },
 }
-"""What each method changes from the defaults, which are those of ``pwfn``."""
+"""What each method sets beside the defaults, which are those of ``pwfn``."""
 
 
 def _plain(value: Any) -> Any:
