@@ -37,7 +37,8 @@ class Settings:
     def of(cls, found: Mapping[str, Any]) -> Settings:
         """From the settings in a run's record: the preset in which the fewest differ.
 
-        The seed is told apart: it makes another run, but no other method.
+        The seed is told apart: it makes another run, but no other method. Of what the run did not read
+        nothing is told.
 
         >>> Settings.of(Config.preset("paper").override({"clustering.b": 8, "seed": 3}).to_dict())
         Settings(method='pwfn', preset='paper', changed=(Setting(name='clustering.b', value=8, usual=7),), \
@@ -66,7 +67,7 @@ seed=3, trouble=None)
 
 
 def _changed(config: Config, preset: Config) -> tuple[Setting, ...]:
-    mine, usual = flat(config.to_dict()), flat(preset.to_dict())
+    mine, usual = config.in_force(), flat(preset.to_dict())
     return tuple(
         Setting(name, value, usual[name])
         for name, value in mine.items()
