@@ -592,8 +592,9 @@ def test_settings_that_a_run_does_not_read_make_no_difference() -> None:
     assert measuring.settings_differ(lsq, pwfn.config.to_dict()) == "its method is 'pwfn', not 'lsq'"
     unread = pwfn.config.override({"posterior.network_sigma": 0.5, "wfn.delta": 0.1}).to_dict()
     assert measuring.settings_differ(pwfn, unread) is None
-    tolerance = pwfn.config.override({"posterior.tolerance": 0.2}).to_dict()
-    assert measuring.settings_differ(pwfn, tolerance) == "its posterior.tolerance is 0.2, not 0.1"
+    tolerance = pwfn.config.override({"posterior.tolerance": 7.0}).to_dict()
+    usual = Config().posterior.tolerance
+    assert measuring.settings_differ(pwfn, tolerance) == f"its posterior.tolerance is 7.0, not {usual}"
 
 
 @pytest.mark.parametrize(

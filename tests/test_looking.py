@@ -22,7 +22,14 @@ from pwfn.scoring import Objective
 from pwfn.team import Team
 
 CPU = torch.device("cpu")
-SETTINGS = {"posterior.init": "tolerance", "posterior.learn_sigma": False, "posterior.tolerance_batches": 3}
+SETTINGS: dict[str, Any] = {
+    "posterior.init": "tolerance",
+    "posterior.tolerance": 0.2,
+    "posterior.learn_sigma": False,
+    "posterior.tolerance_batches": 3,
+    "training.distill": False,
+    "training.distill_share": 1.0,
+}
 
 
 def network() -> nn.Sequential:

@@ -218,7 +218,8 @@ def test_a_batch_too_large_says_what_fits_and_that_does(
             "--out",
             str(tmp_path / "run"),
             *SETTINGS,
-            *("--set", "posterior.init=powers"),  # nothing but scoring is in evaluation mode then
+            # Nothing but scoring is in evaluation mode then.
+            *("--set", "posterior.init=powers", "--set", "training.distill=false"),
         ),
     )
     where, option = "round 1 of 1, step 1", "--batch-size"

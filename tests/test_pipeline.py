@@ -28,17 +28,21 @@ from pwfn.randomness import seeded
 CPU = torch.device("cpu")
 Batches = list[tuple[Tensor, Tensor]]
 
-PAPER_SIGMA: dict[str, Any] = {
+AS_IN_THE_PAPER: dict[str, Any] = {
     "posterior.init": "powers",
     "posterior.learn_sigma": True,
     "posterior.noise_on_fixed": True,
     "clustering.b": 7,
+    "training.learning_rate": 0.001,
+    "training.decay": "none",
+    "training.distill": False,
+    "training.distill_share": 1.0,
 }
-"""Sigma as the paper has it: it learns, and nothing is read before the first round to find it."""
+"""Sigma as in the paper, which learns, with nothing read before the first round to find it; and its steps."""
 
 SHORT = Config().override(
     {
-        **PAPER_SIGMA,
+        **AS_IN_THE_PAPER,
         "schedule.epochs_per_round": 1,
         "training.learning_rate": 0.01,
         "training.sigma_learning_rate": 0.3,
@@ -47,7 +51,7 @@ SHORT = Config().override(
 """All ten rounds, one epoch each, with the paper's sigma; it learns fast enough to grow in so few steps."""
 
 BRIEF = Config().override(
-    {**PAPER_SIGMA, "schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": 1}
+    {**AS_IN_THE_PAPER, "schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": 1}
 )
 """Three rounds, for tests about everything but the weights."""
 
@@ -716,7 +720,7 @@ def test_exactly_the_fraction_rounded_up_is_fixed_after_each_round(size: int) ->
         fixed.append(int(progress.state["fixed"].sum()))
 
     data = [(torch.randn(4, size), torch.zeros(4, 1))]
-    config = Config().override({**PAPER_SIGMA, "schedule.epochs_per_round": 1})
+    config = Config().override({**AS_IN_THE_PAPER, "schedule.epochs_per_round": 1})
     compress(nn.Linear(size, 1, bias=False), data, None, config, F.mse_loss, on_round=on_round)
     thousandths = [200, 400, 600, 700, 800, 900, 950, 975, 990, 1000]
     assert fixed == [-(-size * part // 1000) for part in thousandths]
@@ -923,7 +927,7 @@ def batchnorm_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
 
 
-SLOW_TO_FAIL = Config().override({**PAPER_SIGMA, "schedule.epochs_per_round": 1})
+SLOW_TO_FAIL = Config().override({**AS_IN_THE_PAPER, "schedule.epochs_per_round": 1})
 
 
 def nan_from(call: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -176,22 +176,15 @@ def test_until_it_is_known_what_is_tolerated_sigma_is_a_third_of_the_root_mean_s
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -2.0], [0.0, 2.0]]))
         model.bias.copy_(torch.tensor([3.0, -6.0]))
-    net = GaussianNetwork(model)  # the mean square is (1 + 4 + 0 + 4 + 9 + 36) / 6 = 9
+    settings = Config().override({"posterior.tolerance": 0.1})
+    net = GaussianNetwork(model, settings)  # the mean square is (1 + 4 + 0 + 4 + 9 + 36) / 6 = 9
     assert net.sigma.tolist() == pytest.approx([0.99] * 6, rel=1e-6)
     assert net.penalty().item() == 0
     assert net.parameter_groups(lr=0.1)[1]["lr"] == 0
-    half = Config().override({"posterior.network_sigma": 0.5})
+    half = settings.override({"posterior.network_sigma": 0.5})
     assert GaussianNetwork(model, half).sigma.tolist() == [1.5] * 6
     net.take_tolerated(lambda: net.sigma[0].item())
     assert net.sigma.tolist() == pytest.approx([0.1] * 6, rel=0.01)  # the tolerance
-
-
-def test_by_default_fixed_weights_have_no_noise_in_training() -> None:
-    net = readable(settings=Config()).train()
-    net.fix(0.5)
-    draws = torch.stack([drawn(net) for _ in range(3)])
-    assert torch.equal(draws[:, net.fixed], net.mu[net.fixed].expand(3, -1))
-    assert bool((draws[:, ~net.fixed].std(0) > 0).all())
 
 
 def test_no_prior() -> None:
