@@ -410,7 +410,7 @@ RECOMMENDED: dict[str, Any] = {
     "posterior.tolerance": 0.1,
     "posterior.tolerance_batches": 8,
     "posterior.learn_sigma": False,
-    "posterior.noise_on_fixed": False,
+    "posterior.noise_on_fixed": True,
     "clustering.rule": "each",
     "clustering.b": "off",
     "clustering.sweep": 16.0,

@@ -144,7 +144,7 @@ class PosteriorConfig(Section):
     learn_sigma: bool = setting(
         False, Switch(), "off: a free weight keeps the sigma it starts with, and there is no regulariser"
     )
-    noise_on_fixed: bool = setting(False, Switch(), "fixed weights are sampled in training too")
+    noise_on_fixed: bool = setting(True, Switch(), "fixed weights are sampled in training too")
 
     @property
     def strength(self) -> float:
