@@ -87,25 +87,28 @@ def study(options: argparse.Namespace, variant: str, seed: int) -> None:
     config: Config = settings(None, None, options.changes, seed).override(VARIANTS[variant])
     chosen = RunOptions(options.model, options.data, options.runs / name, options.weights)
     chosen = replace(chosen, device=options.device, resume=True, posterior="weight")
-    facts = run(chosen, config, Lines(lambda line: print(name, line, flush=True)))
+    if not _done(chosen.out, config):
+        run(chosen, config, Lines(lambda line: print(name, line, flush=True)))
+    record = json.loads((chosen.out / "record.json").read_text())
     compressed = load(chosen.out / "model.pwfn")
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     answers = {}
-    for label, found in _answers(options, compressed, seed):
+    for label, found in _answers(options, compressed, seed, device):
         answers[label] = found.to_dict()
         row = found.row(Rival.ENSEMBLE)
         print(name, label, f"accuracy {row.accuracy:.4f}, NLL {row.nll:.4f}", flush=True)
-    record = json.loads((chosen.out / "record.json").read_text())
     result = {
         "name": name,
         "model": options.model,
         "variant": variant,
         "seed": seed,
         "samples": options.samples,
-        "top1_start": facts["before"]["metric"],
-        "top1": facts["after"]["metric"],
-        "entropy_bits": facts["entropy_bits"],
-        "unique": facts["unique"],
+        "top1_start": record["before"]["metric"],
+        "top1": record["after"]["metric"],
+        "entropy_bits": record["entropy_bits"],
+        "unique": record["unique"],
         "machine": record["machine"],
+        "assessed_on": str(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"),
         "commit": options.commit,
         "settings": config.to_dict(),
         "answers": answers,
@@ -114,11 +117,18 @@ def study(options: argparse.Namespace, variant: str, seed: int) -> None:
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
+def _done(folder: Path, config: Config) -> bool:
+    """Whether the run has ended there, with these settings; a run that was cut off goes on instead."""
+    if not (folder / "model.pwfn").is_file() or not (folder / "record.json").is_file():
+        return False
+    found = json.loads((folder / "record.json").read_text())["identity"]["settings"]
+    return Config.recorded(found).in_force() == config.in_force()
+
+
 def _answers(
-    options: argparse.Namespace, compressed: Compressed, seed: int
+    options: argparse.Namespace, compressed: Compressed, seed: int, device: torch.device
 ) -> Iterator[tuple[str, Assessment]]:
     """The assessment as it is, then each thing that could be why the ensemble is no better."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     network = network_of(compressed, options.model).to(device)
     preparation = preparation_of(compressed, options.model, network)
     images = DataOptions.prepared(preparation, batch_size=128, test_batch_size=1000, seed=seed, device=device)
