@@ -55,7 +55,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("scoring", "recorded"),
     ("uncertainty",),
     ("filescores",),
-    ("training", "targets", "lightening"),
+    ("training", "targets", "lightening", "blending"),
     ("looking",),
     ("progress",),
     ("rounds", "watching"),

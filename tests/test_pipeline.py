@@ -454,11 +454,16 @@ LEVERS = BRIEF.override(
 
 
 @pytest.mark.parametrize("init", ["curvature_root", "tolerance"])
+@pytest.mark.parametrize("blend", [0.0, 0.5])  # which wants the original to teach alone
 @pytest.mark.parametrize("last", [1, 3, 7, 18])  # of 3, 6 and 9 steps
-def test_all_levers_together_stopped_anywhere_end_in_the_same_bits(last: int, init: str) -> None:
+def test_all_levers_together_stopped_anywhere_end_in_the_same_bits(
+    last: int, blend: float, init: str
+) -> None:
     made = task("classification")
     data = Repeated(made.train)
-    levers = LEVERS.override({"posterior.init": init})
+    levers = LEVERS.override({"posterior.init": init, "training.blend": blend})
+    if blend:
+        levers = levers.override({"training.distill_share": 1.0})
     whole = compress(made.model, data, made.val, levers)
     assert whole.rounds[0].fix.steps[0].centre == 0
     assert [done.steps for done in whole.rounds] == [3, 6, 9]

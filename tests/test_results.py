@@ -69,7 +69,8 @@ def test_a_plan_is_for_one_network_and_says_how_it_is_computed(path: Path) -> No
     (network,) = plan.models
     names = {"cifar_vit_tiny": "vit_tiny"}
     stem = names.get(network.name, network.name.removeprefix("cifar_"))
-    assert network.weights == f"weights/{stem}_cifar10.safetensors"
+    data = "45000" if plan.holdout else "cifar10"  # what is held out must be new to the network
+    assert network.weights == f"weights/{stem}_{data}.safetensors"
     for run in plan.runs():
         training = run.config.training
         assert (training.cuda_graph, training.precision) == (True, "bf16")
@@ -113,17 +114,30 @@ def test_the_rows_on_alpha_and_on_the_prior() -> None:
     assert _changed(prior, none) == {"posterior.init": "constant"}
 
 
-def test_every_lever_is_pulled_alone_from_the_row_it_is_for() -> None:
-    row = compare.load(EXPERIMENTS / "rows" / "resnet20.toml").runs()[0].config
-    runs = _ablation("levers_resnet20").runs()
-    assert [run.seed for run in runs] == [0] * 12
+@pytest.mark.parametrize("network", ["resnet20", "resnet20_small"])
+def test_every_lever_is_pulled_alone_from_the_row_it_is_for(network: str) -> None:
+    row = compare.load(EXPERIMENTS / "rows" / f"{network}.toml").runs()[0].config
+    base = row.override({"schedule.epochs_per_round": 1.5})
+    runs = _ablation(f"levers_{network}").runs()
     for run in runs:
-        assert run.config == row.override(run.row.settings), run.label
-    assert [run.label for run in runs if run.config == row] == ["none of these"]
-    # Fewer rounds, but no fewer epochs; the longer polish is the one that trains for longer.
+        assert run.config == base.override(run.row.settings), run.label
+    assert [run.label for run in runs if run.config == base] == ["none of these"]
+    # Fewer rounds, but no fewer epochs; two rows are about training for longer.
     epochs = {run.label: run.epochs for run in runs}
-    assert epochs.pop("polish, 4 epochs") == 31.05
-    assert set(epochs.values()) == {28.05}
+    longer = {"polish, 4 epochs": 17.55, "four times the epochs": 55.05}
+    for label in longer.keys() & epochs.keys():
+        assert epochs.pop(label) == pytest.approx(longer[label])
+    assert {round(number, 6) for number in epochs.values()} == {14.55}
+
+
+@pytest.mark.parametrize("path", [path for path in ABLATIONS if path.stem.startswith("levers")])
+def test_levers_are_for_one_seed_and_images_that_the_network_never_saw(path: Path) -> None:
+    plan, text = compare.load(path), path.read_text()
+    assert plan.holdout == 5000
+    assert {run.seed for run in plan.runs()} == {0}
+    assert len({run.config for run in plan.runs()}) == len(plan.runs())
+    assert "--holdout 5000" in text
+    assert f"--out {plan.models[0].weights}\n" in text
 
 
 def test_a_name_is_of_one_plan(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import copy
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn import methods, observed
-from pwfn.batches import Source
+from pwfn.batches import Batch, Source
+from pwfn.blending import blended
 from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.data.epochs import seed_from
+from pwfn.errors import ConfigError
 from pwfn.fileformat import dumps, load
 from pwfn.lightening import lighten
 from pwfn.looking import Looking
@@ -84,6 +86,11 @@ class Run:
         self.scored = self.objective
         if compare is None and config.training.distill:
             self.objective = Objective(loss_fn, self.original, divergence, share)
+        if config.training.blend and (self.objective.divergence is None or share < 1):
+            raise ConfigError(
+                f"training.blend is {config.training.blend:g}, and blended examples have no labels: "
+                "set training.distill = true with training.distill_share = 1, or training.blend = 0"
+            )
         self.epoch = self.train.steps_per_epoch(config.training)  # in batches
         self.looking = Looking(self.train, self.task, self.scored, config, team)
 
@@ -175,7 +182,7 @@ class Run:
 
         loss = fit(
             self.net,
-            self.batches,
+            self.trained_on(where),
             steps,
             self.objective,
             self.config.training,
@@ -192,6 +199,13 @@ class Run:
         buffers = [buffer for buffer in self.net.model.buffers() if buffer.dtype != torch.bool]
         self.team.copy_first_(buffers)
         return loss
+
+    def trained_on(self, where: str) -> Iterator[Batch]:
+        """The run's own batches, from where they are; some of them blended where that is asked for."""
+        share = self.config.training.blend
+        if not share:
+            return self.batches
+        return blended(self.batches, share, seed_from(self.config.seed, self.team.rank), where)
 
     def after_step(self, done: int, steps: int) -> AfterStep:
         """Offers the progress after every step, and says which is the last of the stretch."""

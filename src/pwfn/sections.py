@@ -274,6 +274,12 @@ class TrainingConfig(Section):
     distill_share: float = setting(
         1.0, Number(0, 1), "share of that divergence in the loss, the labels' loss has the rest"
     )
+    blend: float = setting(
+        0.0,
+        Number(0, 1),
+        "share of the batches that are blended with themselves in another order, t x + (1 - t) x'; for "
+        "distillation alone, where no label is read",
+    )
     steps_per_epoch: int | None = setting(
         None,
         Number(1, whole=True, optional=True),
