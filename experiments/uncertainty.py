@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ import torch
 from torch import nn
 
 from pwfn import Compressed, Config, load, models
-from pwfn.batches import Source
 from pwfn.data import DataOptions, open_source
 from pwfn.opening import network_of, preparation_of
 from pwfn.options import RunOptions
 from pwfn.runs import run
-from pwfn.uncertainty import Assessment, Rival, assess, open_outside
+from pwfn.uncertainty import Assessment, Rival, assess, open_outside, settled_by
 from pwfn.watching import Lines
 
 RESULTS = Path(__file__).resolve().parent / "results" / "uncertainty"
@@ -145,34 +144,20 @@ def _answers(
     yield AS_IT_IS, ask(compressed, elsewhere=True)
     if options.plain:
         return
-    settle = _settled(own.train, device)
-    yield "statistics of every draw", ask(compressed, elsewhere=True, settle=settle)
+    settle = settled_by(own.train, device=device) if _has_statistics(network) else None
+    if settle is not None:
+        yield "statistics of every draw", ask(compressed, elsewhere=True, settle=settle)
     for scale in SCALES:
         yield f"sigma × {scale:g}", ask(compressed, sigma_scale=scale)
-        settled = ask(compressed, sigma_scale=scale, settle=settle)
-        yield f"statistics of every draw, sigma × {scale:g}", settled
+        if settle is not None:
+            settled = ask(compressed, sigma_scale=scale, settle=settle)
+            yield f"statistics of every draw, sigma × {scale:g}", settled
     by_centre = replace(compressed, weight_sigma=None, centre_sigma=compressed.centre_sigmas())
     yield "one sigma a centre", ask(by_centre)
 
 
-def _settled(train: Any, device: torch.device) -> Callable[[nn.Module], None]:
-    """Gathers BatchNorm statistics of a draw on a few batches, the same for every draw."""
-    source = Source("training data", train, device)
-    batches = [batch for batch, _ in zip(source.endless(), range(8), strict=False)]
-
-    def settle(model: nn.Module) -> None:
-        layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # a plain mean
-            layer.train()
-        with torch.no_grad():
-            for batch in batches:
-                batch.through(model, "training data")
-        for layer in layers:
-            layer.eval()
-
-    return settle
+def _has_statistics(network: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
 
 
 def table(folder: Path) -> list[str]:

@@ -134,6 +134,7 @@ CASES: dict[str, Case] = {
     "posterior.constant_sigma": ABOVE_0_CASE,
     "posterior.network_sigma": ABOVE_0_CASE,
     "posterior.tolerance": ABOVE_0_CASE,
+    "posterior.scaled": switch(),
     "posterior.tolerance_batches": number(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 32, 8.0], st.integers(1, 10**6)
     ),
@@ -350,6 +351,7 @@ PAPER: dict[str, Any] = {
     "layout.include": [],
     "layout.exclude": [],
     "posterior.init": "powers",
+    "posterior.scaled": False,
     "posterior.alpha": 2**-11,
     "posterior.cap": 0.05,
     "posterior.learn_sigma": True,
@@ -473,11 +475,13 @@ def test_a_run_reads_the_sections_of_its_method_and_what_its_start_of_sigma_need
         "curvature": {"curvature_batches", "curvature_sigma", "curvature_scale"},
         "curvature_root": {"curvature_batches", "curvature_sigma", "curvature_scale"},
     }
-    always = {"init", "alpha", "cap", "learn_sigma", "noise_on_fixed"}
+    always = {"init", "scaled", "alpha", "cap", "learn_sigma", "noise_on_fixed"}
     for init, own in starts.items():
         read = Config().override({"posterior.init": init}).in_force()
         found = {name.removeprefix("posterior.") for name in read if name.startswith("posterior.")}
         assert found == always | own
+        read = Config().override({"posterior.init": init, "posterior.scaled": True}).in_force()
+        assert read.keys() >= {"posterior.tolerance", "posterior.tolerance_batches"}
     for distill in (True, False):
         read = Config().override({"training.distill": distill}).in_force()
         assert ("training.distill_share" in read) == distill
@@ -528,7 +532,7 @@ def test_an_unknown_preset_is_refused(name: Any) -> None:
         ("sed", "did you mean 'seed'?"),
         (
             "posterior.zzz",
-            "allowed is one of init, constant_sigma, network_sigma, tolerance, tolerance_batches",
+            "allowed is one of init, scaled, constant_sigma, network_sigma, tolerance",
         ),
         (
             "zzz",

@@ -173,6 +173,43 @@ def test_a_loss_that_is_lost_counts_as_too_high() -> None:
     assert 0.12 < net.sigma[0].item() <= 0.125
 
 
+def test_sigmas_that_differ_are_scaled_alike() -> None:
+    """The loss is the mean square of sigma here: that of the tolerance is 0.04, whatever the shape."""
+    settings = {"posterior.tolerance": 0.04, "posterior.learn_sigma": False, "posterior.scaled": True}
+    for init in ("powers", "relative", "curvature_root", "constant"):
+        torch.manual_seed(0)
+        net = GaussianNetwork(nn.Linear(30, 20), Config().override({**settings, "posterior.init": init}))
+        if init == "curvature_root":
+            net.take_curvature(torch.rand(620))
+        before = net.sigma.detach().clone()
+        net.take_tolerated(lambda net=net: float(net.sigma.square().mean()))  # type: ignore[misc]  # bound now
+        factors = net.sigma / before
+        assert factors.max().item() == pytest.approx(factors.min().item(), rel=1e-4)
+        assert net.sigma.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.01)
+
+
+def test_fixed_weights_keep_their_sigma_when_the_others_are_scaled() -> None:
+    settings = {"posterior.tolerance": 0.04, "posterior.init": "relative", "posterior.scaled": True}
+    net = GaussianNetwork(nn.Linear(30, 20), Config().override(settings))
+    net.fix(0.5)
+    fixed = net.fixed
+    before = net.sigma.detach().clone()
+    net.take_tolerated(lambda: float(net.sigma[~fixed].square().mean()))
+    assert torch.equal(net.sigma[fixed], before[fixed])
+    assert not torch.equal(net.sigma[~fixed], before[~fixed])
+
+
+@pytest.mark.parametrize("init", ["powers", "curvature_root"])
+def test_a_run_scales_what_it_starts_with(init: str) -> None:
+    plain = {"posterior.init": init, "posterior.curvature_batches": 2}
+    own = starting_sigma(plain)
+    scaled = starting_sigma({**plain, "posterior.scaled": True})
+    factors = scaled / own
+    assert factors.max().item() == pytest.approx(factors.min().item(), rel=1e-3)
+    more = starting_sigma({**plain, "posterior.scaled": True, "posterior.tolerance": 0.4})
+    assert bool((more > scaled).all())
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

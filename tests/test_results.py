@@ -95,12 +95,13 @@ def test_the_rows_on_sigma_differ_in_sigma_alone(network: str) -> None:
     assert [_changed(first, run.config) for run in runs] == [
         {},
         own_rate,
-        {**given, "posterior.init": "curvature_root"},
-        {**given, "posterior.init": "tolerance", "posterior.tolerance": 0.2},
-        {**given, "posterior.init": "relative"},
+        {**given, "posterior.init": "curvature_root", "posterior.scaled": True},
+        {**given, "posterior.init": "tolerance"},
+        {**given, "posterior.init": "relative", "posterior.scaled": True},
     ]
+    assert [run.config.posterior.tolerance for run in runs[2:]] == [0.1] * 3
     assert (first.posterior.init, first.posterior.learn_sigma, first.clustering.b) == ("powers", True, 7)
-    assert {run.epochs for run in runs} == {28.05}
+    assert {run.epochs for run in runs} == {28.05 if network == "resnet20" else 10.05}
     assert [run.seed for run in _ablation(f"sigma_{network}").runs()] == [0, 1, 2] * 5
 
 

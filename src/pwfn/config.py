@@ -204,6 +204,8 @@ class Config:
                 read |= {f"{name}.{key}": item for key, item in value.items()}
         if not self.training.distill:
             del read["training.distill_share"]
+        if self.method is MethodName.PWFN and not self.posterior.by_tolerance:
+            del read["posterior.tolerance"], read["posterior.tolerance_batches"]
         init = self.posterior.init
         return {name: value for name, value in read.items() if init in _INITS_OF.get(name, SigmaInit)}
 
@@ -279,8 +281,6 @@ _CURVATURES = (SigmaInit.CURVATURE, SigmaInit.CURVATURE_ROOT)
 _INITS_OF = {
     "posterior.constant_sigma": (SigmaInit.CONSTANT,),
     "posterior.network_sigma": (SigmaInit.NETWORK,),
-    "posterior.tolerance": (SigmaInit.TOLERANCE,),
-    "posterior.tolerance_batches": (SigmaInit.TOLERANCE,),
     "posterior.relative_sigma": (SigmaInit.RELATIVE,),
     "posterior.curvature_batches": _CURVATURES,
     "posterior.curvature_sigma": _CURVATURES,

@@ -16,7 +16,7 @@ from pwfn import models, uncertainty
 from pwfn.batches import Source
 from pwfn.compressed import Compressed
 from pwfn.data import Data, DataOptions
-from pwfn.errors import DataError, FileError
+from pwfn.errors import ConfigError, DataError, FileError
 from pwfn.fileformat import load
 from pwfn.inspection import inspect
 from pwfn.models import DataConfig
@@ -26,7 +26,7 @@ from pwfn.scoring import Objective, Scores, accuracy, evaluate
 from pwfn.sections import Precision
 from pwfn.storage import replacing
 from pwfn.team import Team, team_for
-from pwfn.uncertainty import Assessment, Rival, assess, ensemble, open_outside
+from pwfn.uncertainty import Assessment, Rival, Settling, assess, ensemble, open_outside, settled_by
 
 _KEPT = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
 
@@ -53,16 +53,25 @@ def assess_file(
     samples: int = 20,
     seed: int = 0,
     sigma_scale: float = 1.0,
+    settle: int = 0,
     out: Path | None = None,
 ) -> tuple[dict[str, Any], Assessment]:
     """As :func:`evaluate_file`, and how far the predictions can be trusted, beside those of simpler rivals.
 
     ``original`` is where the weights from before are: a file, or "pretrained" for timm's own. ``ood``
-    is data from elsewhere by name (:func:`pwfn.uncertainty.open_outside`). With ``out``, the assessment
-    is written there too, as JSON.
+    is data from elsewhere by name (:func:`pwfn.uncertainty.open_outside`). With ``settle``, every draw
+    has BatchNorm statistics of its own, from so many training batches
+    (:func:`pwfn.uncertainty.settled_by`), and a note says so. With ``out``, the assessment is written
+    there too, as JSON.
     """
+    if settle and not samples:
+        raise ConfigError(
+            f"--settle {settle} gathers BatchNorm statistics for every draw, and no draws are asked for: "
+            "give --samples as well"
+        )
     file = _opened(path, options, seed)
     device = file.team.device
+    settling = _settling(file, settle, seed) if settle else None
     before = None if original is None else _original(file.compressed, options.model, original).to(device)
     images = DataOptions.prepared(
         file.preparation,
@@ -82,9 +91,10 @@ def assess_file(
         samples=samples,
         seed=seed,
         sigma_scale=sigma_scale,
+        settle=settling,
     )
     notes = tuple(f"{spec}: {other.note}" for spec, other in others.items() if other.note)
-    found = replace(found, notes=found.notes + notes)
+    found = replace(found, notes=found.notes + notes + ((settling.note,) if settling else ()))
     facts = {"after": scores(file.network, file.source, file.team).to_dict(), **sizes(path)}
     if samples:
         facts["ensemble"] = found.row(Rival.ENSEMBLE).accuracy_all
@@ -108,6 +118,7 @@ def evaluated(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dic
         samples=asked.samples,
         seed=asked.seed,
         sigma_scale=asked.sigma_scale,
+        settle=asked.settle,
         out=asked.out,
     )
     return facts, [summary_line(facts), "", *table.lines()]
@@ -132,6 +143,13 @@ def _opened(path: Path, options: RunOptions, seed: int) -> _Opened:
     source = open_data(options, preparation, seed, alone)
     check_classes(compressed.apply_to(network).to(alone.device), source, alone.device)
     return _Opened(compressed, network, preparation, source, alone)
+
+
+def _settling(file: _Opened, batches: int, seed: int) -> Settling:
+    """Settles a draw on training batches; a network that cannot be settled is refused before it is scored."""
+    settling = settled_by(file.source.train, batches, seed=seed, device=file.team.device)
+    settling.check(file.network)
+    return settling
 
 
 def _original(compressed: Compressed, name: str, weights: str) -> nn.Module:

@@ -52,11 +52,12 @@ class TrustOptions:
     ood: tuple[str, ...] = ()  # data from elsewhere, by name
     sigma_scale: float = 1.0
     out: Path | None = None  # a file for the table of rivals, as JSON
+    settle: int = 0  # training batches that each draw's BatchNorm statistics are gathered from; 0: not
 
     @property
     def wanted(self) -> bool:
         """Whether anything is asked."""
-        return bool(self.samples or self.ood or self.original or self.out)
+        return bool(self.samples or self.ood or self.original or self.out or self.settle)
 
 
 def settings(

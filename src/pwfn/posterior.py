@@ -240,8 +240,9 @@ class GaussianNetwork(WeightNetwork):
 
         ``sigma``, with ``loss(sigma) = loss(0) + posterior.tolerance``, is found by halving its logarithm,
         from 2^-8 to 8 times the root mean square of the weights, to a hundredth. ``loss`` is of the
-        network as it is, the same draws at every call. For ``posterior.init = "tolerance"``; ``compress``
-        does it by itself.
+        network as it is, the same draws at every call. For ``posterior.init = "tolerance"`` or, with
+        ``posterior.scaled``, of any other: then weights keep the sigmas that they have but for one factor,
+        and it is their root mean square that is found. ``compress`` does it by itself.
 
         >>> settings = {"posterior.init": "tolerance", "posterior.tolerance": 0.25}
         >>> net = GaussianNetwork(nn.Linear(3, 1), Config().override(settings))
@@ -252,6 +253,9 @@ class GaussianNetwork(WeightNetwork):
         rms = _root_mean_square(self.free_mu)
         if rms == 0:
             raise WeightError('every weight is zero: there is no sigma for posterior.init = "tolerance"')
+        shape: float | Tensor = rms
+        if self.config.posterior.init is not SigmaInit.TOLERANCE:
+            shape = self.free_sigma * (rms / _root_mean_square(self.free_sigma[~self.fixed]))
         self._set_free_sigma(SIGMA_FLOOR)
         tolerance, quiet = self.config.posterior.tolerance, loss()
         if not math.isfinite(quiet):
@@ -262,7 +266,7 @@ class GaussianNetwork(WeightNetwork):
         least, most = low, high = -8.0, 3.0  # log2 of sigma / rms
         for _ in range(10):
             middle = (low + high) / 2
-            self._set_free_sigma(rms * 2**middle)
+            self._set_free_sigma(shape * 2**middle)
             if loss() <= allowed:  # not so where it is nan
                 low = middle
             else:
@@ -273,10 +277,13 @@ class GaussianNetwork(WeightNetwork):
                 f"{said} the weights' size raises the loss by {tolerance:g}, posterior.tolerance: set "
                 "another, or another posterior.init"
             )
-        self._set_free_sigma(max(rms * 2**low, SIGMA_FLOOR))
+        self._set_free_sigma(shape * 2**low)
 
-    def _set_free_sigma(self, value: float) -> None:
-        self.free_sigma.masked_fill_(~self.fixed, value)
+    def _set_free_sigma(self, value: float | Tensor) -> None:
+        if isinstance(value, Tensor):
+            self.free_sigma.copy_(torch.where(self.fixed, self.free_sigma, value.clamp_min(SIGMA_FLOOR)))
+        else:
+            self.free_sigma.masked_fill_(~self.fixed, max(value, SIGMA_FLOOR))
 
     def penalty(self) -> Tensor:
         """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3).

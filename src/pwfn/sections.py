@@ -107,6 +107,11 @@ class PosteriorConfig(Section):
 
     _name = "posterior"
     init: SigmaInit = setting(SigmaInit.TOLERANCE, Choice(SigmaInit), "where sigma starts")
+    scaled: bool = setting(
+        False,
+        Switch(),
+        "whatever the init, sigma is scaled, all weights alike, until its noise raises the loss by tolerance",
+    )
     constant_sigma: float = setting(
         1e-3, Number(0, above_low=True), 'the starting sigma for init = "constant"'
     )
@@ -118,7 +123,7 @@ class PosteriorConfig(Section):
     tolerance: float = setting(
         0.1,
         Number(0, above_low=True),
-        'for init = "tolerance": how much noise of that sigma may raise the loss (nats, for cross entropy)',
+        'for init = "tolerance", or scaled: how much its noise may raise the loss (nats, for cross entropy)',
     )
     tolerance_batches: int = setting(
         8, Number(1, whole=True), "batches on which that is tried, before training"
@@ -145,6 +150,11 @@ class PosteriorConfig(Section):
         False, Switch(), "off: a free weight keeps the sigma it starts with, and there is no regulariser"
     )
     noise_on_fixed: bool = setting(True, Switch(), "fixed weights are sampled in training too")
+
+    @property
+    def by_tolerance(self) -> bool:
+        """Whether sigma's size is what the network tolerates, found out before training."""
+        return self.scaled or self.init is SigmaInit.TOLERANCE
 
     @property
     def strength(self) -> float:

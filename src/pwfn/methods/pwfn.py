@@ -41,11 +41,11 @@ class Pwfn(GaussianNetwork, Method):
         return rounds_of_fixing(config)
 
     def begin(self, look: Look) -> None:
-        """Where the settings have it so, sigma starts from the curvature, or from what is tolerated."""
+        """Where the settings have it so, sigma starts from the curvature, or by what is tolerated."""
         posterior = self.config.posterior
         if posterior.init in (SigmaInit.CURVATURE, SigmaInit.CURVATURE_ROOT):
             self.take_curvature(look.fisher(self.free_mu, posterior.curvature_batches))
-        elif posterior.init is SigmaInit.TOLERANCE:
+        if posterior.by_tolerance:
             self.take_tolerated(lambda: look.loss(posterior.tolerance_batches))
 
     def rehearse(self, steps: int) -> None:

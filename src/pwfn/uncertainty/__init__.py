@@ -22,6 +22,7 @@ from pwfn.uncertainty.measures import (
 )
 from pwfn.uncertainty.outside import Outside, open_outside
 from pwfn.uncertainty.predictions import Predictions, Score, ensemble, point, with_sigma_scale
+from pwfn.uncertainty.settling import Settling, settled_by
 from pwfn.uncertainty.temperature import fit_temperature, tempered
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Rival",
     "Row",
     "Score",
+    "Settling",
     "accuracy",
     "assess",
     "auroc",
@@ -50,6 +52,7 @@ __all__ = [
     "point",
     "reliability",
     "risk_coverage",
+    "settled_by",
     "split_in_half",
     "tempered",
     "with_sigma_scale",
