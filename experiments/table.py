@@ -1,4 +1,4 @@
-"""Write the tables of results into README.md and docs/results.md, from the files in experiments.
+"""Write the tables of results into README.md and pages of docs, from the files in experiments.
 
 python experiments/table.py            rewrite the blocks between their marks
 python experiments/table.py --check    exit 1 if a page is not up to date
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import targets
+import uncertainty_table
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results: made by experiments/table.py -->", "<!-- end of results -->"
 COMPARISON = "<!-- comparison: made by experiments/table.py -->", "<!-- end of comparison -->"
 TARGETS = "<!-- targets: made by experiments/table.py -->", "<!-- end of targets -->"
+TRUST = "<!-- uncertainty: made by experiments/table.py -->", "<!-- end of uncertainty -->"
 ABLATIONS = "<!-- ablations: made by experiments/table.py -->", "<!-- end of ablations -->"
 HEAD = (
     "| result file | network | rule | top-1 before | just after the last fixing | top-1 after | "
@@ -89,7 +91,7 @@ def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
 def pages(root: Path) -> dict[Path, str]:
     """Every page that has blocks, as it shall be."""
     experiments = root / "experiments"
-    readme, page = root / "README.md", root / "docs" / "results.md"
+    readme, page, trust = root / "README.md", root / "docs" / "results.md", root / "docs" / "uncertainty.md"
     blocks: dict[Path, dict[tuple[str, str], str]] = {
         readme: {
             TARGETS: targets.table(experiments, ""),
@@ -97,6 +99,7 @@ def pages(root: Path) -> dict[Path, str]:
             COMPARISON: comparison(experiments / "results"),
         },
         page: {TARGETS: targets.table(experiments, "../"), ABLATIONS: ablations(experiments)},
+        trust: {TRUST: "\n".join(uncertainty_table.table(experiments / "results" / "uncertainty"))},
     }
     made = {}
     for path, own in blocks.items():

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from uncertainty_table import AS_IT_IS, table
 
 from pwfn import Compressed, Config, load, models
 from pwfn.data import DataOptions, open_source
@@ -46,8 +46,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What each changes from the recommended settings."""
 
 SCALES = (0.125, 0.25, 0.5)
-AS_IT_IS = "sigma × 1"
-MEASURES = ("accuracy", "nll", "brier", "calibration_error", "risk_coverage_area")
 
 
 def main() -> None:
@@ -158,39 +156,6 @@ def _answers(
 
 def _has_statistics(network: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-
-
-def table(folder: Path) -> list[str]:
-    """Every variant and question, mean ± standard deviation over seeds, as Markdown."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for result in found:
-        for label, answer in result["answers"].items():
-            groups.setdefault((result["variant"], label), []).append(answer)
-    lines = [
-        "| variant | question | rival | accuracy, % | NLL | Brier | ECE | AURC | AUROC by max p |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (variant, label), answers in groups.items():
-        for rival in [row["name"] for row in answers[0]["rows"]]:
-            rows = [next(row for row in answer["rows"] if row["name"] == rival) for answer in answers]
-            if label != AS_IT_IS and not rival.startswith("ensemble"):
-                continue  # the others do not depend on the question
-            cells = [
-                _shown([row[name] for row in rows], 100 if name == "accuracy" else 1) for name in MEASURES
-            ]
-            aurocs = "; ".join(
-                f"{spec} {_shown([row['auroc'][spec]['max_probability'] for row in rows])}"
-                for spec in rows[0]["auroc"]
-            )
-            lines.append(f"| {variant} | {label} | {rival} | {' | '.join(cells)} | {aurocs} |")
-    return lines
-
-
-def _shown(values: list[float], scale: float = 1.0) -> str:
-    mean = scale * statistics.fmean(values)
-    spread = f" ± {scale * statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{mean:.3f}{spread}"
 
 
 if __name__ == "__main__":

@@ -327,6 +327,7 @@ def root(tmp_path: Path) -> Path:
     marks = {
         "README.md": (table.TARGETS, (table.START, table.END), table.COMPARISON),
         "docs/results.md": (table.TARGETS, table.ABLATIONS),
+        "docs/uncertainty.md": (table.TRUST,),
     }
     for name, pairs in marks.items():
         blocks = "\n".join(f"before\n{start}\n{end}\nafter" for start, end in pairs)
@@ -366,7 +367,8 @@ def _table_command(root: Path, *arguments: str) -> tuple[int, str]:
 
 def test_pages_are_written_between_their_marks_and_checked(root: Path) -> None:
     stale = "README.md and docs/results.md: not up to date: run python experiments/table.py"
-    assert _table_command(root, "--check") == (1, stale)
+    all_stale = stale.replace("results.md", "results.md and docs/uncertainty.md")
+    assert _table_command(root, "--check") == (1, all_stale)
     assert _table_command(root) == (0, "")
     assert _table_command(root, "--check") == (0, "")
     readme, page = ((root / name).read_text() for name in ("README.md", "docs/results.md"))
@@ -374,6 +376,7 @@ def test_pages_are_written_between_their_marks_and_checked(root: Path) -> None:
     assert "| top-1 at least 90 % | not measured yet |" in readme
     assert "| [Tiny](../experiments/rows/tiny.toml) | – |" in page
     assert "Not measured yet: `more`." in page
+    assert "-->\nNot measured yet.\n<!--" in (root / "docs" / "uncertainty.md").read_text()
     assert (readme.count("before\n"), readme.count("\nafter")) == (3, 3)
     _leave(root, "tiny", 0)
     _leave(root, "tiny", 1, device="GPU B", commit="ab" * 20)
