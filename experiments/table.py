@@ -33,7 +33,7 @@ def row(name: str, facts: dict[str, Any]) -> str:
     """One line of the table."""
     percent = [f"{100 * facts[key]:.2f} %" for key in ("top1_start", "top1_fixed", "top1", "top1_ensemble")]
     cells = [
-        f"[{name}](experiments/results/{name}.json)",
+        f"[{name}](../experiments/results/{name}.json)",
         facts["model"],
         f"`{facts['settings']['clustering']['rule']}`",
         *percent,
@@ -95,10 +95,13 @@ def pages(root: Path) -> dict[Path, str]:
     blocks: dict[Path, dict[tuple[str, str], str]] = {
         readme: {
             TARGETS: targets.table(experiments, ""),
-            (START, END): table(experiments / "results"),
             COMPARISON: comparison(experiments / "results"),
         },
-        page: {TARGETS: targets.table(experiments, "../"), ABLATIONS: ablations(experiments)},
+        page: {
+            TARGETS: targets.table(experiments, "../"),
+            (START, END): table(experiments / "results"),
+            ABLATIONS: ablations(experiments),
+        },
         trust: {TRUST: "\n".join(uncertainty_table.table(experiments / "results" / "uncertainty"))},
     }
     made = {}

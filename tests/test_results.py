@@ -325,8 +325,8 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "experiments" / "rows" / "tiny.toml").write_text(TINY)
     (tmp_path / "experiments" / "ablations" / "more.toml").write_text(TINY.replace("A tiny", "Another"))
     marks = {
-        "README.md": (table.TARGETS, (table.START, table.END), table.COMPARISON),
-        "docs/results.md": (table.TARGETS, table.ABLATIONS),
+        "README.md": (table.TARGETS, table.COMPARISON),
+        "docs/results.md": (table.TARGETS, (table.START, table.END), table.ABLATIONS),
         "docs/uncertainty.md": (table.TRUST,),
     }
     for name, pairs in marks.items():
@@ -377,7 +377,7 @@ def test_pages_are_written_between_their_marks_and_checked(root: Path) -> None:
     assert "| [Tiny](../experiments/rows/tiny.toml) | – |" in page
     assert "Not measured yet: `more`." in page
     assert "-->\nNot measured yet.\n<!--" in (root / "docs" / "uncertainty.md").read_text()
-    assert (readme.count("before\n"), readme.count("\nafter")) == (3, 3)
+    assert (readme.count("before\n"), readme.count("\nafter")) == (2, 2)
     _leave(root, "tiny", 0)
     _leave(root, "tiny", 1, device="GPU B", commit="ab" * 20)
     text = table.pages(root)[root / "README.md"]
