@@ -386,7 +386,7 @@ def test_the_command_settles_draws_and_says_so(call: Any, folder: Path) -> None:
     assert first == again
     assert json.loads((folder / "table.json").read_text()) == first["uncertainty"]
     assert note in first["uncertainty"]["notes"]
-    assert not any("BatchNorm" in line for line in plain["uncertainty"]["notes"])
+    assert not any("gathered anew" in line for line in plain["uncertainty"]["notes"])
     assert first["after"] == plain["after"]
     losses = [{row["name"]: row["nll"] for row in f["uncertainty"]["rows"]} for f in (first, plain, other)]
     assert losses[0]["point estimate"] == losses[1]["point estimate"] == losses[2]["point estimate"]
@@ -410,6 +410,28 @@ def test_the_commands_figures_are_those_of_the_training_loaders_first_batches(
     )
     rows = {row["name"]: row["nll"] for row in facts["uncertainty"]["rows"]}
     assert rows["ensemble"] == pytest.approx(found.row(Rival.ENSEMBLE).nll, rel=1e-9)
+
+
+@pytest.mark.parametrize("file", ["model.pwfn", "folded.pwfn"])
+def test_where_the_ensemble_is_worse_and_it_could_help_a_note_says_so(
+    call: Any, folder: Path, tmp_path: Path, file: str
+) -> None:
+    """The labels are what the point estimate says, so that noise can only do harm."""
+    from pwfn.data import DataOptions, open_source
+
+    dice = np.random.default_rng(1)
+    x = dice.integers(0, 256, (200, 8, 8, 1), dtype=np.uint8)
+    plain = {"x_train": x[:20], "y_train": np.arange(20) % 10, "x_test": x, "y_test": np.arange(200) % 10}
+    np.savez(tmp_path / "data.npz", **plain)
+    model = load(folder / file).apply_to(digits_resnet())
+    test = open_source(f"npz:{tmp_path / 'data.npz'}", DataOptions()).test
+    said = point(model, test).probabilities.argmax(1)
+    np.savez(tmp_path / "data.npz", **{**plain, "y_test": said.numpy()})
+    where = ("evaluate", str(folder / file), "--data", f"npz:{tmp_path / 'data.npz'}", "--device", "cpu")
+    told = json.loads(call(*where, "--samples", "5", "--json")[1])["uncertainty"]
+    assert told["comparisons"][0] | {"rival": "point estimate", "verdict": "worse"} == told["comparisons"][0]
+    notes = [note for note in told["notes"] if "--settle 8" in note]
+    assert len(notes) == (file == "model.pwfn")  # a folded one could not be settled
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from pwfn.sections import Precision
 from pwfn.storage import replacing
 from pwfn.team import Team, team_for
 from pwfn.uncertainty import Assessment, Rival, Settling, assess, ensemble, open_outside, settled_by
+from pwfn.uncertainty.settling import why_not
 
 _KEPT = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
 
@@ -94,7 +95,14 @@ def assess_file(
         settle=settling,
     )
     notes = tuple(f"{spec}: {other.note}" for spec, other in others.items() if other.note)
-    found = replace(found, notes=found.notes + notes + ((settling.note,) if settling else ()))
+    if settling is not None:
+        notes += (settling.note,)
+    elif _is_worse_than_the_point(found) and why_not(file.network) is None:
+        notes += (
+            "the ensemble is worse than the point estimate, whose BatchNorm statistics the draws have: "
+            "--settle 8 gathers their own",
+        )
+    found = replace(found, notes=found.notes + notes)
     facts = {"after": scores(file.network, file.source, file.team).to_dict(), **sizes(path)}
     if samples:
         facts["ensemble"] = found.row(Rival.ENSEMBLE).accuracy_all
@@ -150,6 +158,10 @@ def _settling(file: _Opened, batches: int, seed: int) -> Settling:
     settling = settled_by(file.source.train, batches, seed=seed, device=file.team.device)
     settling.check(file.network)
     return settling
+
+
+def _is_worse_than_the_point(found: Assessment) -> bool:
+    return any(each.rival is Rival.POINT and each.verdict == "worse" for each in found.comparisons)
 
 
 def _original(compressed: Compressed, name: str, weights: str) -> nn.Module:

@@ -52,19 +52,9 @@ class Settling:
 
     def check(self, model: nn.Module) -> None:
         """An error if a network has no statistics to gather, or has them in its scales and shifts."""
-        layers = _tracked(model)
-        if not layers:
-            raise WeightError(
-                f"{type(model).__name__} has no BatchNorm layer with running statistics, so that there are "
-                "none to gather for a draw: score it without (settle=None, or no --settle)"
-            )
-        folded = next((name for name, layer in layers.items() if _is_folded(layer)), None)
-        if folded is not None:
-            raise WeightError(
-                f"BatchNorm {folded!r} has its statistics folded into its scale and shift "
-                "(finish.fold_batchnorm): they are no longer there, and gathering new ones would undo the "
-                "fold; use a file without it, or score it as it is (settle=None, or no --settle)"
-            )
+        reason = why_not(model)
+        if reason is not None:
+            raise WeightError(reason)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> None:
@@ -119,6 +109,24 @@ def settled_by(
     if not kept:
         raise DataError(f"{_NAME} gave no batch: pass a loader that is not empty")
     return Settling(kept)
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Why a network cannot be given statistics that fit its weights, and what to do; None where it can."""
+    layers = _tracked(model)
+    if not layers:
+        return (
+            f"{type(model).__name__} has no BatchNorm layer with running statistics, so that there are "
+            "none to gather for a draw: score it without (settle=None, or no --settle)"
+        )
+    folded = next((name for name, layer in layers.items() if _is_folded(layer)), None)
+    if folded is None:
+        return None
+    return (
+        f"BatchNorm {folded!r} has its statistics folded into its scale and shift "
+        "(finish.fold_batchnorm): they are no longer there, and gathering new ones would undo the "
+        "fold; use a file without it, or score it as it is (settle=None, or no --settle)"
+    )
 
 
 def _tracked(model: nn.Module) -> dict[str, _BatchNorm]:
