@@ -421,12 +421,12 @@ def test_where_the_ensemble_is_worse_and_it_could_help_a_note_says_so(
 
     dice = np.random.default_rng(1)
     x = dice.integers(0, 256, (200, 8, 8, 1), dtype=np.uint8)
-    plain = {"x_train": x[:20], "y_train": np.arange(20) % 10, "x_test": x, "y_test": np.arange(200) % 10}
-    np.savez(tmp_path / "data.npz", **plain)
+    y = np.arange(200) % 10
+    np.savez(tmp_path / "data.npz", x_train=x[:20], y_train=y[:20], x_test=x, y_test=y)
     model = load(folder / file).apply_to(digits_resnet())
     test = open_source(f"npz:{tmp_path / 'data.npz'}", DataOptions()).test
     said = point(model, test).probabilities.argmax(1)
-    np.savez(tmp_path / "data.npz", **{**plain, "y_test": said.numpy()})
+    np.savez(tmp_path / "data.npz", x_train=x[:20], y_train=y[:20], x_test=x, y_test=said.numpy())
     where = ("evaluate", str(folder / file), "--data", f"npz:{tmp_path / 'data.npz'}", "--device", "cpu")
     told = json.loads(call(*where, "--samples", "5", "--json")[1])["uncertainty"]
     assert told["comparisons"][0] | {"rival": "point estimate", "verdict": "worse"} == told["comparisons"][0]
