@@ -190,8 +190,8 @@ class Config:
     def in_force(self) -> dict[str, Any]:
         """The settings that a run reads, plain and by ``section.name``: runs alike in them are the same run.
 
-        Left out is what is of another method or of another ``posterior.init``, and the share of a
-        distillation that there is not.
+        Left out is what is of another method or of another ``posterior.init``, the tolerance where sigma
+        does not go by it, and the share of a distillation that there is not.
 
         >>> ["posterior.tolerance" in Config.preset(name).in_force() for name in ("recommended", "paper")]
         [True, False]

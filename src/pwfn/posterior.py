@@ -252,7 +252,7 @@ class GaussianNetwork(WeightNetwork):
         """
         rms = _root_mean_square(self.free_mu)
         if rms == 0:
-            raise WeightError('every weight is zero: there is no sigma for posterior.init = "tolerance"')
+            raise WeightError("every weight is zero: there is no sigma by what the network tolerates")
         shape: float | Tensor = rms
         if self.config.posterior.init is not SigmaInit.TOLERANCE:
             shape = self.free_sigma * (rms / _root_mean_square(self.free_sigma[~self.fixed]))

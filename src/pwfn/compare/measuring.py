@@ -149,7 +149,7 @@ def settings_differ(run: Run, found: Mapping[str, Any]) -> str | None:
     except ConfigError as error:
         return f"its settings are of another version: {error}"
     for name, value in run.config.in_force().items():
-        # What is read depends on the method and posterior.init, which come first: alike here, alike there.
+        # What decides which others are read (the method, say) comes before them: alike here, alike there.
         if before[name] != value:
             return f"its {name} is {before[name]!r}, not {value!r}"
     return None
