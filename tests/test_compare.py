@@ -27,6 +27,7 @@ from pwfn.compare.running import (
     CutOffError,
     Process,
     _left,
+    _pace,
     epochs_trained,
     start_process,
 )
@@ -803,6 +804,14 @@ def test_the_time_left_is_reckoned_in_epochs(
 ) -> None:
     expected = "" if seconds is None else f", about {duration(seconds)} left"
     assert _left(paces, waiting, going, jobs) == expected
+
+
+def test_a_run_that_has_hardly_begun_has_no_pace_of_its_own() -> None:
+    """Its start took most of the time: three minutes for a 60th of the run would make it three hours."""
+    assert _pace(180.0, 0.05, 3.0) is None
+    assert _pace(180.0, 0.0, 0.0) is None  # nothing to train, nothing trained
+    assert _pace(180.0, 0.5, 3.0) == 360.0
+    assert _pace(180.0, 0.5, 0.0) == 360.0  # trained for more than it was asked to
 
 
 # --- the table ---

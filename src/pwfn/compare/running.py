@@ -190,12 +190,11 @@ class _Work:
         return _Going(run, process, time.monotonic(), epochs_trained(folder))
 
     def _rest(self, going: list[_Going]) -> list[tuple[float, float | None]]:
-        """Of each run that is going: the epochs it still has, and its own seconds an epoch, if it has any."""
+        """Of each run that is going: the epochs it still has, and its own seconds an epoch, if known by now."""
         found: list[tuple[float, float | None]] = []
         for each in going:
             trained = epochs_trained(self.out / each.run.place)
-            here = trained - each.from_epoch
-            pace = (time.monotonic() - each.since) / here if here > 0 else None
+            pace = _pace(time.monotonic() - each.since, trained - each.from_epoch, each.run.epochs)
             found.append((max(each.run.epochs - trained, 0.0), pace))
         return found
 
@@ -299,6 +298,17 @@ def epochs_trained(folder: Path) -> float:
             if line["event"] == "epoch":
                 stages[line["stage"]] = float(line["epoch"])
     return sum(stages.values())
+
+
+def _pace(seconds: float, trained: float, epochs: float) -> float | None:
+    """Seconds an epoch of a run that has trained so far, of so many; None before a tenth of them.
+
+    The time to start, which is none of the pace, counts for most of it until then.
+
+    >>> _pace(60.0, 0.05, 3.0), _pace(60.0, 1.5, 3.0)
+    (None, 40.0)
+    """
+    return seconds / trained if trained > 0 and trained >= 0.1 * epochs else None
 
 
 def _left(
