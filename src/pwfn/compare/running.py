@@ -190,7 +190,7 @@ class _Work:
         return _Going(run, process, time.monotonic(), epochs_trained(folder))
 
     def _rest(self, going: list[_Going]) -> list[tuple[float, float | None]]:
-        """Of each run that is going: the epochs it still has, and its own seconds an epoch, if known by now."""
+        """Of each run that is going: the epochs it still has, and its own seconds an epoch, if known."""
         found: list[tuple[float, float | None]] = []
         for each in going:
             trained = epochs_trained(self.out / each.run.place)
