@@ -447,7 +447,7 @@ def test_settings_of_another_version_are_said_to_be_so(folder: Path, tmp_path: P
     said = Sound(page([read_run(there)])).said
     assert "unknown, as the settings are of another version: setting 'clustering.colour' is unknown" in said
     assert "--config config.toml" in said
-    assert "--set" not in said
+    assert "--set " not in said
 
 
 @pytest.mark.parametrize(
