@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from uncertainty_table import AS_IT_IS, table
 
 from pwfn import Compressed, Config, load, models
@@ -29,6 +28,7 @@ from pwfn.opening import network_of, preparation_of
 from pwfn.options import RunOptions
 from pwfn.runs import run
 from pwfn.uncertainty import Assessment, Rival, assess, open_outside, settled_by
+from pwfn.uncertainty.settling import why_not
 from pwfn.watching import Lines
 
 RESULTS = Path(__file__).resolve().parent / "results" / "uncertainty"
@@ -142,7 +142,7 @@ def _answers(
     yield AS_IT_IS, ask(compressed, elsewhere=True)
     if options.plain:
         return
-    settle = settled_by(own.train, device=device) if _has_statistics(network) else None
+    settle = settled_by(own.train, device=device) if why_not(network) is None else None
     if settle is not None:
         yield "statistics of every draw", ask(compressed, elsewhere=True, settle=settle)
     for scale in SCALES:
@@ -152,10 +152,6 @@ def _answers(
             yield f"statistics of every draw, sigma × {scale:g}", settled
     by_centre = replace(compressed, weight_sigma=None, centre_sigma=compressed.centre_sigmas())
     yield "one sigma a centre", ask(by_centre)
-
-
-def _has_statistics(network: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
 
 
 if __name__ == "__main__":

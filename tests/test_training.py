@@ -1095,3 +1095,15 @@ def test_a_loss_without_gradient_has_no_curvature() -> None:
     data = [(torch.randn(4, 2), torch.randn(4, 1))]
     with pytest.raises(DataError, match="the curvature, batch 1: the loss has no gradient"):
         fisher(net, data, 1, lambda output, target: output.detach().mean())
+
+
+def test_statistics_are_as_they_were_after_an_error_in_the_middle() -> None:
+    """The first batch is gathered from, the second cannot be taken."""
+    torch.manual_seed(0)
+    net = GaussianNetwork(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), Config())
+    before = {name: buffer.clone() for name, buffer in net.model[1].named_buffers()}
+    wrong = iter([Batch((torch.randn(8, 6),), {}, None), Batch((torch.randn(8, 5),), {}, None)])
+    with pytest.raises(DataError, match="here: the model cannot take inputs"):
+        reestimate_batchnorm(net, wrong, 2, "here")
+    assert all(torch.equal(buffer, before[name]) for name, buffer in net.model[1].named_buffers())
+    assert net.model[1].momentum == 0.1

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.batches import BATCH_ERRORS, Batch, Source
 from pwfn.errors import DataError, TooLargeError, cause
@@ -205,6 +206,41 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def tracked(model: nn.Module) -> dict[str, _BatchNorm]:
+    """By name, the BatchNorm layers that update running statistics in training mode."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
+    }
+
+
+@contextmanager
+def gathering(model: nn.Module) -> Iterator[dict[str, _BatchNorm]]:
+    """Within the block BatchNorm gathers statistics anew, as plain means over what comes through.
+
+    The rest of the model is in evaluation mode. Gives those layers by name. Then all have their mode and
+    momentum again; one that nothing came through has its statistics again too and, after an error, so has
+    every one.
+    """
+    layers = tracked(model)
+    before = [(layer.momentum, {k: v.clone() for k, v in layer.named_buffers()}) for layer in layers.values()]
+    whole = False
+    with evaluating(model):
+        for layer in layers.values():
+            layer.reset_running_stats()
+            layer.momentum = None  # a plain mean over the batches
+            layer.train()
+        try:
+            yield layers
+            whole = True
+        finally:
+            for layer, (momentum, statistics) in zip(layers.values(), before, strict=True):
+                layer.momentum = momentum
+                if not whole or layer.num_batches_tracked == 0:
+                    layer.load_state_dict(statistics, strict=False)
 
 
 def largest_that_fits(batch: Batch, attempt: Callable[[Batch], Any]) -> int:

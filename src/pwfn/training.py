@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.batches import Batch, is_out_of_memory
 from pwfn.errors import ConfigError, DataError, DivergedError, TooLargeError, cause
 from pwfn.flat import FlatOptimizer
 from pwfn.network import WeightNetwork
 from pwfn.recorded import RecordedStep
-from pwfn.scoring import Objective, autocast, evaluating, largest_that_fits
+from pwfn.scoring import Objective, autocast, evaluating, gathering, largest_that_fits
 from pwfn.sections import Precision, TrainingConfig
 from pwfn.team import Team
 
@@ -313,26 +312,14 @@ def reestimate_batchnorm(
 
     Statistics gathered under noise do not fit the network without it. Returns how many layers
     were done; the rest of the network is in evaluation mode meanwhile. A layer that no batch
-    comes through keeps its statistics.
+    comes through keeps its statistics, and so does every layer after an error.
     """
-    layers = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-    if not layers:
-        return 0
-    before = [(layer.momentum, {k: v.clone() for k, v in layer.named_buffers()}) for layer in layers]
-    with evaluating(net), net.sampling(False):
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # cumulative mean
-            layer.train()
-        try:
-            for _ in range(max(steps, 1)):
-                next(batches).through(net, where)
-        finally:
-            done = [layer for layer in layers if layer.num_batches_tracked != 0]
-            for layer, (momentum, statistics) in zip(layers, before, strict=True):
-                layer.momentum = momentum
-                if layer not in done:
-                    layer.load_state_dict(statistics, strict=False)
+    with gathering(net) as layers, net.sampling(False):
+        if not layers:
+            return 0
+        for _ in range(max(steps, 1)):
+            next(batches).through(net, where)
+        done = [layer for layer in layers.values() if layer.num_batches_tracked != 0]
     (team or Team(net.device)).average_([buffer for layer in done for buffer in _statistics(layer)])
     return len(done)
 

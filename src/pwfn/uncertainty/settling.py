@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pwfn.batches import Batch, Source
 from pwfn.errors import DataError, WeightError
 from pwfn.randomness import seeded
-from pwfn.scoring import evaluating, full_float32
+from pwfn.scoring import full_float32, gathering, tracked
 from pwfn.team import usable_device
 
 _NAME = "training data for BatchNorm statistics"
@@ -64,24 +64,10 @@ class Settling:
         after an error its statistics too.
         """
         self.check(model)
-        layers = list(_tracked(model).values())
-        before = [(layer.momentum, {k: v.clone() for k, v in layer.named_buffers()}) for layer in layers]
-        with evaluating(model), full_float32():
-            for layer in layers:
-                layer.reset_running_stats()
-                layer.momentum = None  # a plain mean over the batches
-                layer.train()
-            whole = False
-            try:
-                for number, batch in enumerate(self.batches, 1):
-                    # A copy: a network that works on its input in place would change it for the next draw.
-                    batch.cloned().through(model, f"{_NAME}, batch {number}")
-                whole = True
-            finally:
-                for layer, (momentum, statistics) in zip(layers, before, strict=True):
-                    layer.momentum = momentum
-                    if not whole or layer.num_batches_tracked == 0:
-                        layer.load_state_dict(statistics, strict=False)
+        with gathering(model), full_float32():
+            for number, batch in enumerate(self.batches, 1):
+                # A copy: a network that works on its input in place would change it for the next draw.
+                batch.cloned().through(model, f"{_NAME}, batch {number}")
 
 
 def settled_by(
@@ -113,7 +99,7 @@ def settled_by(
 
 def why_not(model: nn.Module) -> str | None:
     """Why a network cannot be given statistics that fit its weights, and what to do; None where it can."""
-    layers = _tracked(model)
+    layers = tracked(model)
     if not layers:
         return (
             f"{type(model).__name__} has no BatchNorm layer with running statistics, so that there are "
@@ -127,15 +113,6 @@ def why_not(model: nn.Module) -> str | None:
         "(finish.fold_batchnorm): they are no longer there, and gathering new ones would undo the "
         "fold; use a file without it, or score it as it is (settle=None, or no --settle)"
     )
-
-
-def _tracked(model: nn.Module) -> dict[str, _BatchNorm]:
-    """By name, the layers that update running statistics in training mode."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
-    }
 
 
 def _is_folded(layer: _BatchNorm) -> bool:
