@@ -8,7 +8,7 @@
 A name is that of a plan: rows/NAME.toml, ablations/NAME.toml or compare_*.toml, all in experiments. What a
 plan names (data, weights) is seen from the current folder. Figures go to experiments/results/NAME; those of
 earlier runs stay there, and in the table if they are of the plan still. A run that was cut off goes on with
-the same command.
+the same command, and one that tables/OTHER has with the same settings is not done again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pwfn import compare
 from pwfn.checks import hint
-from pwfn.compare.measuring import digest, read_json
+from pwfn.compare.measuring import ASKED, digest, read_json, unfinished
 from pwfn.errors import ConfigError, FileError, PwfnError
 from pwfn.storage import make_folder, replacing
 
@@ -92,8 +92,11 @@ def run(name: str, folders: Folders, options: argparse.Namespace) -> int:
     plan = unmeasured(whole, folders.kept(name)) if options.missing else whole
     out, done, failed = folders.tables / name, list[compare.Run](), dict[str, str]()
     if plan.rows:
+        plan = found_weights(plan, options.weights)
+        if not options.table_only:
+            share(plan, name, folders)
         made = compare.run(
-            found_weights(plan, options.weights),
+            plan,
             out,
             jobs=options.jobs,
             device=options.device,
@@ -109,6 +112,35 @@ def run(name: str, folders: Folders, options: argparse.Namespace) -> int:
     for each, why in () if options.table_only else failed.items():
         print(f"results: {each}: {why}", file=sys.stderr)
     return kept.status
+
+
+def share(plan: compare.Plan, name: str, folders: Folders) -> list[compare.Run]:
+    """Take runs that the table of another plan has done already, alike to the last setting; those it took."""
+    taken = []
+    others = [other for other in folders.plans() if other != name and (folders.tables / other).is_dir()]
+    for run in plan.runs():
+        if unfinished(run, folders.tables / name) is None:
+            continue
+        found = (_alike(run, folders.plan(other), folders.tables / other) for other in others)
+        source = next((folder for folder in found if folder is not None), None)
+        if source is not None:
+            print(f"{run}: the same as {source}, which is done")
+            target = folders.tables / name / run.place
+            make_folder(target)
+            for part in (ASKED, "log.jsonl", "record.json", "model.pwfn"):
+                _copy(source / part, target / part)
+            taken.append(run)
+    return taken
+
+
+def _alike(run: compare.Run, plan: compare.Plan, tables: Path) -> Path | None:
+    """The folder of a finished run of another table that is this run, but for its name."""
+    for other in plan.runs():
+        # What it was begun with must be known: data and weights are no settings.
+        known = other.seed == run.seed and (tables / other.place / ASKED).is_file()
+        if known and unfinished(run, tables, other.place) is None:
+            return tables / other.place
+    return None
 
 
 def collect(plan: compare.Plan, results: Sequence[Path], target: Path) -> compare.Table:

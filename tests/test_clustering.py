@@ -286,6 +286,41 @@ def test_zero_first_is_of_the_first_round_alone():
     assert none.steps == fix_round(*tensors(mu, sigma), 0.2, b=2).steps
 
 
+def test_a_multiple_by_hand():
+    # b = 4, times 3: 3/16 = 0.1875 is the smallest candidate, and 3/8 = 0.375 the next of order 1.
+    mu, sigma = [0.05, 0.2, -0.17, 0.4, 0.29], [0.1] * 5
+    result = fix_round(*tensors(mu, sigma), 1.0, rule="each", b=4, multiple=3)
+    assert result.mu.tolist() == [0.0, 0.1875, -0.1875, 0.375, 0.375]
+    # With b off, the smallest candidate is from one to two sigmas: 3/32 < 0.1 <= 3/16.
+    by_sigma = fix_round(*tensors(mu, sigma), 1.0, rule="each", b=None, multiple=3)
+    assert torch.equal(by_sigma.mu, result.mu)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_a_multiple_agrees_with_the_literal_reading(rule, rate):
+    rng = random.Random(rule)
+    for case, (size, multiple) in enumerate(product((1, 2, 7, 63, 127), (2, 3, 5, 7))):
+        mu, sigma = DRAWS[case % len(DRAWS)](rng, size, 7)
+        changes = {"rule": rule, "sweep": SWEEPS[case % 3], "multiple": multiple, "rate": rate}
+        changes |= {"zero_fix": case % 2 == 0, "b": 6}
+        fixed = [False] * size
+        for fraction in (0.4, 1.0):
+            result = assert_agrees(mu, sigma, fixed, fraction, **changes)
+            mu, sigma, fixed = result.mu.tolist(), result.sigma.tolist(), result.fixed.tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_multiple_of_weights_so_many_times_as_large_is_the_same_round(rule):
+    """Exactly: numerators and sigmas three times as large, both without rounding, have the same quotient."""
+    mu, sigma = coarse(random.Random(rule), 500, 7)
+    once = fix_round(*tensors(mu, sigma), 1.0, rule=rule, sweep=16.0)
+    larger = [3 * m for m in mu], [3 * s for s in sigma]
+    thrice = fix_round(*tensors(*larger), 1.0, rule=rule, sweep=16.0, multiple=3)
+    assert thrice.mu.tolist() == [3 * m for m in once.mu.tolist()]
+    assert [step.count for step in thrice.steps] == [step.count for step in once.steps]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_zero_first_agrees_with_the_literal_reading(rule):
     rng = random.Random(rule)

@@ -155,6 +155,12 @@ CASES: dict[str, Case] = {
         [0, 30, 7.0],
         st.integers(0, 30),
     ),
+    "clustering.multiple": number(
+        "a whole number of at least 1 and at most 31", [0, 32, 1.5, -3], [1, 31, 3.0], st.integers(1, 31)
+    ),
+    "clustering.most_values": optional(
+        "a whole number of at least 2", [0, 1, 1.5, -3], [2, 32, 10**6], st.integers(2, 10**6)
+    ),
     "clustering.delta": ABOVE_0_CASE,
     "clustering.omega_max": number(
         "a whole number of at least 1 and at most 6", [0, 7, 1.5, -4], [1, 6, 4.0], st.integers(1, 6)
@@ -358,6 +364,8 @@ PAPER: dict[str, Any] = {
     "posterior.noise_on_fixed": True,
     "clustering.rule": "mean",
     "clustering.b": 7,
+    "clustering.multiple": 1,
+    "clustering.most_values": "off",
     "clustering.delta": 1.0,
     "clustering.omega_max": 4,
     "clustering.rate": 0.0,
@@ -389,7 +397,6 @@ PAPER: dict[str, Any] = {
     "schedule.warmup_epochs": 0.05,
     "schedule.epochs_per_round": 3.0,
     "schedule.epochs_of_rounds": "off",
-    "schedule.epochs": 27.0,
     "schedule.reestimate_in_rounds": False,
     "finish.reestimate_batchnorm": False,
     "finish.reestimate_epochs": 1.0,
@@ -485,6 +492,9 @@ def test_a_run_reads_the_sections_of_its_method_and_what_its_start_of_sigma_need
     for distill in (True, False):
         read = Config().override({"training.distill": distill}).in_force()
         assert ("training.distill_share" in read) == distill
+    for method in MethodName:
+        by_rounds = method in (MethodName.PWFN, MethodName.WFN)
+        assert ("schedule.epochs" in Config(method=method).in_force()) == (not by_rounds)
 
 
 def test_a_record_without_a_setting_has_its_first_default() -> None:

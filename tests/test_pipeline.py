@@ -443,6 +443,8 @@ LEVERS = BRIEF.override(
         "posterior.curvature_batches": 3,
         "posterior.tolerance_batches": 3,
         "clustering.b": None,
+        "clustering.multiple": 3,
+        "clustering.most_values": 5,
         "clustering.rate": 0.1,
         "clustering.zero_first": 0.3,
         "training.distill": True,

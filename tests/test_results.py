@@ -452,6 +452,44 @@ def test_a_plan_is_run_and_what_came_of_it_is_kept(root: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == "tiny  1 of 2 results\nmore  no results\n"
 
 
+def test_a_run_that_another_table_has_is_not_done_again(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = TINY.replace("seeds = [0, 1]", "seeds = [0]")
+    other = '[[row]]\nmethod = "pwfn"\nlabel = "{}"\n[row.settings]\n"training.learning_rate" = {}\n'
+    (root / "experiments/rows/tiny.toml").write_text(tiny)
+    more = tiny.replace('method = "pwfn"\n', 'method = "pwfn"\nlabel = "The same"\n')
+    (root / "experiments/ablations/more.toml").write_text(more + other.format("Faster", 0.002))
+    words = ("--device", "cpu", "--commit", "ab" * 20)
+    assert _call(root, "run", "tiny", *words) == 0
+    capsys.readouterr()
+    assert _call(root, "run", "more", *words) == 0
+    said = capsys.readouterr().out.splitlines()
+    source = root / "tables/tiny/digits_resnet/pwfn/seed0"
+    assert said[0] == f"digits_resnet, The same, seed 0: the same as {source}, which is done"
+    assert [line for line in said if line.endswith(": started")] == ["digits_resnet, Faster, seed 0: started"]
+    kept = [
+        json.loads(path.read_text()) for path in sorted((root / "experiments/results").rglob("*seed0.json"))
+    ]
+    faster, same, first = kept
+    assert {key for key in first if same[key] != first[key]} == {"name", "label"}
+    assert (same["label"], faster["label"]) == ("The same", "Faster")
+    assert faster["file_sha256"] != first["file_sha256"]
+
+    # Of other data, or begun by hand so that nobody knows: it is not the same.
+    shutil.rmtree(root / "tables/more")
+    plan = compare.load(root / "experiments/ablations/more.toml")
+    folders = Folders(root / "experiments", root / "tables")
+    begun = json.loads((source / "asked.json").read_text())
+    for changed in ({**begun, "data": "others"}, {**begun, "holdout": 5}, None):
+        (source / "asked.json").unlink()
+        if changed is not None:
+            (source / "asked.json").write_text(json.dumps(changed))
+        assert results.share(plan, "more", folders) == []
+    (source / "asked.json").write_text(json.dumps(begun))
+    assert [run.label for run in results.share(plan, "more", folders)] == ["The same"]
+
+
 def _model(root: Path, content: bytes) -> Path:
     file = root / "tables" / "tiny" / "digits_resnet" / "pwfn" / "seed0" / "model.pwfn"
     file.parent.mkdir(parents=True, exist_ok=True)

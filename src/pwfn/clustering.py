@@ -65,6 +65,7 @@ def fix_round(
     *,
     rule: Rule | str = Rule.MEAN,
     b: int | None = 7,
+    multiple: int = 1,
     delta: float = 1.0,
     omega_max: int = 4,
     rate: float = 0.0,
@@ -87,18 +88,20 @@ def fix_round(
         fraction: of all weights, 0 to 1.
         rule: ``mean`` (longest prefix by D whose mean D is at most delta), ``each`` (every D at
             most delta) or ``nearest`` (``mean`` among the weights nearest to ``c*``).
-        b: the smallest power of two is ``2^-b``; None: the b for which that is from one to two sigmas of
-            the median (the lower one) free weight.
+        b: the smallest power of two is ``2^-b``; None: the b for which the smallest candidate is from one to
+            two sigmas of the median (the lower one) free weight.
+        multiple: candidates are so many times a sum of powers of two, the smallest ``multiple * 2^-b``; 3
+            gives a step halfway between those of two b.
         delta: first threshold, in sigmas.
         omega_max: most powers of two in a centre.
         rate: where above 0, ``c*`` is the candidate that has the least ``D + rate * bits(c)`` for most free
             weights (and ``nearest`` admits those); a sweep goes by it too. With n weights fixed so far,
             n_c of them at c, ``bits(c) = log2(n / n_c)``, and ``log2(n + 1)`` for a c that has none.
-        zero_fix: weights with ``|mu| < 2^-b`` have D = 0 to candidate 0, which so is their nearest.
+        zero_fix: weights below the smallest candidate have D = 0 to candidate 0, which so is their nearest.
         zero_first: where above 0 and none is fixed yet, all weights within so many sigmas of 0 go there
             before any centre is chosen. They count towards the fraction, and may be more than it asks for.
         sweep: once delta would double past it, each weight still needed goes to its own nearest
-            candidate of order omega_max, smallest D first, its sigma capped at ``2^-b / 4``.
+            candidate of order omega_max, smallest D first, its sigma capped at a quarter of the smallest.
         distance_floor: smallest sigma used in D.
         fixed_sigma: ``std`` or ``keep``.
 
@@ -110,6 +113,7 @@ def fix_round(
     settings = ClusteringConfig(
         rule=rule,  # type: ignore[arg-type]  # the section turns names into enums
         b=b,
+        multiple=multiple,
         delta=delta,
         omega_max=omega_max,
         rate=rate,

@@ -50,8 +50,8 @@ class Cut(NamedTuple):
     length: int
 
 
-def precision_by(sigma: Tensor) -> int:
-    """The b, from 0 to 30, for which ``2^-b`` is from one to two of the median (the lower one) sigma.
+def precision_by(sigma: Tensor, multiple: int = 1) -> int:
+    """The b, from 0 to 30, for which ``multiple * 2^-b`` is from one to two of the median (the lower) sigma.
 
     Among candidates much closer to each other than sigma, which is nearest to most says little: the centre
     that takes all within a sigma would be any of those near zero, and not zero.
@@ -59,7 +59,7 @@ def precision_by(sigma: Tensor) -> int:
     >>> precision_by(torch.tensor([0.01, 0.04, 9.0]))
     4
     """
-    middle = float(sigma.median()) if sigma.numel() else 1.0
+    middle = (float(sigma.median()) if sigma.numel() else 1.0) / multiple
     return min(max(math.floor(-math.log2(max(middle, 2.0**-30))), 0), 30)
 
 
@@ -69,8 +69,8 @@ class FreeWeights:
     def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, config: ClusteringConfig):
         self._mu, self._sigma, self._fixed = mu, sigma, fixed
         self._config = config
-        self._b = precision_by(sigma[~fixed]) if config.b is None else config.b
-        self._unit = 2.0**-self._b
+        self._b = precision_by(sigma[~fixed], config.multiple) if config.b is None else config.b
+        self._unit = config.multiple * 2.0**-self._b
         # A floor below what the number type can hold would leave D = 0 / 0 for a weight on its centre.
         self._floor = max(config.distance_floor, torch.finfo(mu.dtype).tiny)
         self._outer: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -219,7 +219,7 @@ class FreeWeights:
         if (omega, self._largest) == self._grid_of:
             return False
         self._grid_of = omega, self._largest
-        grid = candidates(self._largest, self._b, omega).to(self._mu.dtype)
+        grid = candidates(self._largest, self._b, omega, self._config.multiple).to(self._mu.dtype)
         # Above 2^24 times the unit float32 merges neighbours; what is left are still such sums.
         grid = torch.unique_consecutive(grid)
         if torch.equal(grid, self._grid.cpu()):

@@ -191,7 +191,8 @@ class Config:
         """The settings that a run reads, plain and by ``section.name``: runs alike in them are the same run.
 
         Left out is what is of another method or of another ``posterior.init``, the tolerance where sigma
-        does not go by it, and the share of a distillation that there is not.
+        does not go by it, the share of a distillation that there is not, and the length of training as a
+        whole where it goes by rounds.
 
         >>> ["posterior.tolerance" in Config.preset(name).in_force() for name in ("recommended", "paper")]
         [True, False]
@@ -204,6 +205,8 @@ class Config:
                 read |= {f"{name}.{key}": item for key, item in value.items()}
         if not self.training.distill:
             del read["training.distill_share"]
+        if self.method in _BY_ROUNDS:
+            del read["schedule.epochs"]
         if self.method is MethodName.PWFN and not self.posterior.by_tolerance:
             del read["posterior.tolerance"], read["posterior.tolerance_batches"]
         init = self.posterior.init
@@ -271,11 +274,16 @@ FIRST_DEFAULTS: dict[str, Any] = {
     "posterior.learn_sigma": True,
     "posterior.noise_on_fixed": True,
     "clustering.b": 7,
+    "clustering.multiple": 1,
+    "clustering.most_values": None,
 }
 """What a setting was by default when there first was such a setting, where the default has changed or may."""
 
 _METHOD_OF = {"posterior": MethodName.PWFN, "clustering": MethodName.PWFN, "wfn": MethodName.WFN}
 """The sections that one method alone reads."""
+
+_BY_ROUNDS = (MethodName.PWFN, MethodName.WFN)
+"""The methods that fix weights in rounds, each with its own epochs."""
 
 _CURVATURES = (SigmaInit.CURVATURE, SigmaInit.CURVATURE_ROOT)
 _INITS_OF = {

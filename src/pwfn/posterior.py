@@ -25,6 +25,7 @@ from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.errors import WeightError
 from pwfn.layout import Layout, held, untouched
+from pwfn.merging import merged
 from pwfn.network import WeightNetwork, check_finite
 from pwfn.sections import PosteriorConfig, SigmaInit
 
@@ -294,7 +295,10 @@ class GaussianNetwork(WeightNetwork):
         return self.config.posterior.strength * short.masked_fill(self.fixed, 0).sum()
 
     def fix(self, fraction: float) -> FixRecord:
-        """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`."""
+        """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`.
+
+        The fixing that is the last also sees to ``clustering.most_values``; see :func:`pwfn.merging.merged`.
+        """
         before, mask = self.mu.detach(), self.fixed
         check_finite(before, self.layout, "mean of")
         check_finite(self.sigma.detach(), self.layout, "sigma of")
@@ -306,6 +310,7 @@ class GaussianNetwork(WeightNetwork):
             fraction,
             rule=c.rule,
             b=c.b,
+            multiple=c.multiple,
             delta=c.delta,
             omega_max=c.omega_max,
             rate=c.rate,
@@ -320,6 +325,8 @@ class GaussianNetwork(WeightNetwork):
         self.fixed_mu.copy_(torch.where(new, result.mu, self.fixed_mu))
         self.fixed_sigma.copy_(torch.where(new, result.sigma, self.fixed_sigma))
         self.fixed.copy_(result.fixed)
+        if c.most_values is not None and bool(self.fixed.all()):
+            self.fixed_mu.copy_(merged(self.fixed_mu, c.most_values))
         record = FixRecord(fraction, int(self.fixed.sum()), tuple(result.steps), tuple(moves))
         self.records.append(record)
         return record

@@ -183,6 +183,16 @@ class ClusteringConfig(Section):
         Number(0, 30, whole=True, optional=True),
         'smallest power of two is 2^-b; "off": as large as is within two sigmas, by the median free weight',
     )
+    multiple: int = setting(
+        1,
+        Number(1, 31, whole=True),
+        "candidates are so many times a sum of powers of two; 3: a step halfway between those of two b",
+    )
+    most_values: int | None = setting(
+        None,
+        Number(2, whole=True, optional=True),
+        'most values in the codebook: where the last fixing leaves more, rare ones go to others; "off": any',
+    )
     delta: float = setting(1.0, Number(0, above_low=True), "first threshold, in sigmas")
     omega_max: int = setting(4, Number(1, 6, whole=True), "most powers of two in a centre")
     rate: float = setting(
@@ -191,7 +201,7 @@ class ClusteringConfig(Section):
         "sigmas that a weight goes out of its way to save a bit: it votes for the candidate of the least "
         "D + rate * bits, bits = -log2 of the share of fixed weights there",
     )
-    zero_fix: bool = setting(False, Switch(), "weights below 2^-b are at distance 0 from 0")
+    zero_fix: bool = setting(False, Switch(), "weights below the smallest candidate are at distance 0 from 0")
     zero_first: float = setting(
         0.0,
         Number(0),

@@ -20,25 +20,25 @@ def _sums(b: int, top: int, omega: int) -> tuple[Fraction, ...]:
 
 
 @cache
-def candidates(max_abs: float, b: int, omega: int) -> tuple[Fraction, ...]:
-    """Return C^omega: those sums with |c| <= max_abs; 0 and ±2^-b are always in."""
-    smallest = Fraction(1, 2**b)
+def candidates(max_abs: float, b: int, omega: int, multiple: int = 1) -> tuple[Fraction, ...]:
+    """Return C^omega: so many times those sums, with |c| <= max_abs; 0 and the smallest are always in."""
+    smallest = Fraction(multiple, 2**b)
     limit = max(Fraction(max_abs), smallest)
     top = -b
-    while Fraction(2) ** (top + 1) <= limit:
+    while multiple * Fraction(2) ** (top + 1) <= limit:
         top += 1
-    return tuple(c for c in _sums(b, top, omega) if abs(c) <= limit)
+    return tuple(multiple * c for c in _sums(b, top, omega) if abs(multiple * c) <= limit)
 
 
 @cache
-def _with_floats(max_abs: float, b: int, omega: int) -> tuple[tuple[float, Fraction], ...]:
-    return tuple((float(c), c) for c in candidates(max_abs, b, omega))
+def _with_floats(max_abs: float, b: int, omega: int, multiple: int) -> tuple[tuple[float, Fraction], ...]:
+    return tuple((float(c), c) for c in candidates(max_abs, b, omega, multiple))
 
 
 @cache
-def nearest(value: float, max_abs: float, b: int, omega: int) -> float:
+def nearest(value: float, max_abs: float, b: int, omega: int, multiple: int) -> float:
     """Return the candidate nearest to value; midway between two, the smaller one."""
-    return nearest_of(value, _with_floats(max_abs, b, omega))
+    return nearest_of(value, _with_floats(max_abs, b, omega, multiple))
 
 
 def nearest_of(value: float, grid: tuple[tuple[float, Fraction], ...]) -> float:
@@ -92,6 +92,7 @@ def fix_round(
     *,
     rule: str,
     b: int,
+    multiple: int = 1,
     delta: float,
     omega_max: int,
     rate: float = 0.0,
@@ -106,7 +107,7 @@ def fix_round(
     omega = 1
 
     def is_zero(i: int) -> bool:
-        return zero_fix and abs(mu[i]) < 2.0**-b
+        return zero_fix and abs(mu[i]) < multiple * 2.0**-b
 
     def distance(i: int, c: float) -> float:
         if is_zero(i) and c == 0:
@@ -129,22 +130,21 @@ def fix_round(
         placed = {mu[j] for j in range(len(mu)) if fixed[j]}
         new = bits(math.nan)
         found = {}
-        for c, _ in _with_floats(max_abs, b, order):
+        for c, _ in _with_floats(max_abs, b, order, multiple):
             found[c] = bits(c) if c in placed else new
         return found, set(found) - placed
 
     def own(i: int, max_abs: float, order: int, priced: tuple[dict[float, float], set[float]]) -> float:
         if not rate:
-            return 0.0 if is_zero(i) else nearest(mu[i], max_abs, b, order)
+            return 0.0 if is_zero(i) else nearest(mu[i], max_abs, b, order, multiple)
         # New centres all cost the same, and the nearest of them stands for them all.
         price, new = priced
         options = [c for c in price if c not in new]
         if is_zero(i) and 0.0 in new:
             options.append(0.0)
         elif new:
-            options.append(
-                nearest_of(mu[i], tuple(pair for pair in _with_floats(max_abs, b, order) if pair[0] in new))
-            )
+            grid = _with_floats(max_abs, b, order, multiple)
+            options.append(nearest_of(mu[i], tuple(pair for pair in grid if pair[0] in new)))
         return min(options, key=lambda c: (cost(i, c, price), c))
 
     if zero_first and goal and not any(fixed):
@@ -193,6 +193,6 @@ def fix_round(
             target = {i: own(i, max_abs, omega_max, priced) for i in free}
             swept = sorted(free, key=lambda i: cost(i, target[i], priced[0]))[:needed]
             for i in swept:
-                mu[i], sigma[i], fixed[i] = target[i], min(sigma[i], 2.0**-b / 4), True
+                mu[i], sigma[i], fixed[i] = target[i], min(sigma[i], multiple * 2.0**-b / 4), True
             steps.append((math.nan, omega_max, delta, len(swept)))
     return Round(mu, sigma, fixed, steps)

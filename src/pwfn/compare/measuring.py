@@ -87,9 +87,12 @@ def _by_head(entry: Entry, division: Division) -> bool:
     return parts % held.heads == 0 and parts < entry.shape[held.axis]
 
 
-def unfinished(run: Run, out: Path) -> str | None:
-    """Why a run must be started, or gone on with: it has not ended, or was another; None if it is done."""
-    folder = out / run.place
+def unfinished(run: Run, out: Path, place: Path | None = None) -> str | None:
+    """Why a run must be started, or gone on with: it has not ended, or was another; None if it is done.
+
+    It is looked for at its own place below ``out``, or at the one given.
+    """
+    folder = out / (place or run.place)
     if not (folder / "model.pwfn").is_file() or not (folder / "record.json").is_file():
         return "it has not ended"
     try:
