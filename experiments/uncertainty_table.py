@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pwfn import Config
+
 AS_IT_IS = "sigma × 1"
 """The question that is no question: the file as it is."""
 
@@ -18,12 +20,19 @@ HEAD = ("variant", "predicts", "top-1, %", "NLL", "Brier", "ECE", "AURC", "AUROC
 def table(folder: Path) -> list[str]:
     """Every variant and question as Markdown, mean ± standard deviation over seeds (n - 1), and where from.
 
-    The rivals stand once for each variant, since they do not depend on the question; the original, which is
-    the same for all of them, once.
+    A table for each network. The rivals stand once for each variant, since they do not depend on the
+    question; the original, which is the same for all of them, once.
     """
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    if not found:
-        return ["Not measured yet."]
+    by_network: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        by_network.setdefault(result["model"], []).append(result)
+    tables = [[f"### {network}", "", *_table(found), ""] for network, found in by_network.items()]
+    return [line for lines in tables for line in lines][:-1] or ["Not measured yet."]
+
+
+def _table(found: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of one network's results."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in sorted(found, key=lambda result: (result["variant"] != "recommended", result["name"])):
         for label, answer in result["answers"].items():
@@ -70,11 +79,22 @@ def _notes(found: Sequence[dict[str, Any]]) -> list[str]:
         "± is the standard deviation over seeds (n - 1). AUROC and FPR95 are of data from elsewhere against "
         "the test images, by the largest probability.",
         "",
-        f"The files: {points}.",
+        f"The files: {points}. Other than by the preset, for all: {_changes(found)}.",
         "",
         f"Compressed on: {'; '.join(sorted(machines))}{scored}. Commits: "
         f"{', '.join(sorted({str(each['commit']) for each in found}))}.",
     ]
+
+
+def _changes(found: Sequence[dict[str, Any]]) -> str:
+    """The settings that are not those of the preset recommended, and are the same for all."""
+    usual, others = Config.preset("recommended").in_force(), []
+    configs = [Config.recorded(each["settings"]).in_force() for each in found]
+    for name, value in configs[0].items():
+        alike = all(config.get(name) == value for config in configs)
+        if alike and name != "seed" and usual.get(name) != value:
+            others.append(f"`{name} = {json.dumps(value)}`")
+    return ", ".join(others) or "nothing"
 
 
 def _by_variant(found: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

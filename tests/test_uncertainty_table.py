@@ -8,6 +8,8 @@ from typing import Any
 
 import uncertainty_table
 
+from pwfn import Config
+
 
 def _row(name: str, nll: float) -> dict[str, Any]:
     return {
@@ -22,16 +24,25 @@ def _row(name: str, nll: float) -> dict[str, Any]:
     }
 
 
-def _result(folder: Path, variant: str, seed: int, nll: float, labels: list[str]) -> None:
+def _result(
+    folder: Path,
+    variant: str,
+    seed: int,
+    nll: float,
+    labels: list[str],
+    model: str = "net",
+    **changes: Any,
+) -> None:
     answer = {
         "rows": [_row("original", 0.25), _row("point estimate", 2 * nll), _row("ensemble", nll)],
         "samples": 20,
         "split": "scored on half",
     }
-    name = f"net_{variant}_seed{seed}"
+    name = f"{model}_{variant}_seed{seed}"
+    config = Config.preset("recommended").override({"seed": seed, **changes})
     facts = {
         "name": name,
-        "model": "net",
+        "model": model,
         "variant": variant,
         "seed": seed,
         "top1_start": 0.95,
@@ -39,6 +50,7 @@ def _result(folder: Path, variant: str, seed: int, nll: float, labels: list[str]
         "entropy_bits": 1.5,
         "machine": {"device": "a GPU", "versions": {"torch": "2.0"}},
         "commit": "abc",
+        "settings": config.to_dict(),
         "answers": dict.fromkeys(labels, answer),
     }
     (folder / f"{name}.json").write_text(json.dumps(facts))
@@ -64,6 +76,26 @@ def test_means_over_seeds_and_each_rival_once(tmp_path: Path) -> None:
     said = "\n".join(lines)
     assert "recommended: 94.00 % of all test images from 95.00, 1.500 bits; another: " in said
     assert "a GPU, torch 2.0. Commits: abc." in said
+    assert lines[:2] == ["### net", ""]
+    assert "Other than by the preset, for all: nothing." in said
+
+
+def test_a_table_for_each_network_and_what_its_runs_have_in_common(tmp_path: Path) -> None:
+    short = {"schedule.epochs_per_round": 0.5}
+    _result(tmp_path, "recommended", 0, 0.1, ["sigma × 1"], "small", **short)
+    _result(
+        tmp_path, "sigma kept", 1, 0.2, ["sigma × 1"], "small", **short, **{"clustering.fixed_sigma": "keep"}
+    )
+    _result(tmp_path, "recommended", 0, 0.3, ["sigma × 1"], "large")
+    lines = uncertainty_table.table(tmp_path)
+    assert [line for line in lines if line.startswith("#")] == ["### large", "### small"]
+    assert sum("| original |" in line for line in lines) == 2
+    said = [line.partition("for all: ")[2] for line in lines if "for all: " in line]
+    assert said == [
+        "nothing.",
+        "`schedule.epochs_per_round = 0.5`.",
+    ]  # neither the seed nor the variant's own
+    assert lines[-1].startswith("Compressed on")
 
 
 def test_without_results_it_says_so(tmp_path: Path) -> None:

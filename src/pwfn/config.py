@@ -274,8 +274,6 @@ FIRST_DEFAULTS: dict[str, Any] = {
     "posterior.learn_sigma": True,
     "posterior.noise_on_fixed": True,
     "clustering.b": 7,
-    "clustering.multiple": 1,
-    "clustering.most_values": None,
 }
 """What a setting was by default when there first was such a setting, where the default has changed or may."""
 

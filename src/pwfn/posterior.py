@@ -297,7 +297,8 @@ class GaussianNetwork(WeightNetwork):
     def fix(self, fraction: float) -> FixRecord:
         """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`.
 
-        The fixing that is the last also sees to ``clustering.most_values``; see :func:`pwfn.merging.merged`.
+        The fixing that is the last also sees to ``clustering.most_values``, see :func:`pwfn.merging.merged`;
+        there weights that were fixed before may move once more. The record is of what was chosen before that.
         """
         before, mask = self.mu.detach(), self.fixed
         check_finite(before, self.layout, "mean of")
