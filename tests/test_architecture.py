@@ -32,7 +32,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("clustering_free",),
     ("clustering_rate",),
     ("clustering",),
-    ("clustering_wfn", "clustering_kmeans"),
+    ("clustering_wfn", "clustering_kmeans", "merging"),
     ("compressed",),
     ("runtime",),
     ("storage", "codec"),
