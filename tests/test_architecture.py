@@ -55,7 +55,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("scoring", "recorded"),
     ("uncertainty",),
     ("filescores",),
-    ("training", "targets", "lightening", "blending"),
+    ("training", "targets", "lightening", "augmentation"),
     ("looking",),
     ("progress",),
     ("rounds", "watching"),

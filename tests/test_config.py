@@ -213,6 +213,18 @@ CASES: dict[str, Case] = {
     "training.blend": number(
         "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.5, 1], st.floats(0, 1)
     ),
+    "training.cutmix": number(
+        "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.5, 1], st.floats(0, 1)
+    ),
+    "training.cutout": number(
+        "a whole number of at least 0 and at most 4096",
+        [-1, 4097, 1.5, 10**400],
+        [0, 8, 2.0],
+        st.integers(0, 4096),
+    ),
+    "training.label_smoothing": number(
+        "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.1, 1], st.floats(0, 1)
+    ),
     "training.steps_per_epoch": optional(
         "a whole number of at least 1", [0, -1, 1.5, 10**400], [1, 391, 3.0], st.integers(1, 10**12)
     ),
@@ -392,6 +404,9 @@ PAPER: dict[str, Any] = {
     "training.accumulate": 1,
     "training.distill": False,
     "training.blend": 0.0,
+    "training.cutmix": 0.0,
+    "training.cutout": 0,
+    "training.label_smoothing": 0.0,
     "training.steps_per_epoch": "off",
     "schedule.fractions": [0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 1.0],
     "schedule.warmup_epochs": 0.05,

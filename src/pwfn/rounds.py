@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from pwfn import methods, observed
+from pwfn import augmentation, methods, observed
 from pwfn.batches import Batch, Source
-from pwfn.blending import blended
 from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.data.epochs import seed_from
-from pwfn.errors import ConfigError
+from pwfn.errors import DataError
 from pwfn.fileformat import dumps, load
 from pwfn.lightening import lighten
 from pwfn.looking import Looking
@@ -54,6 +52,7 @@ class Run:
     between: Callable[[], None] | None = None
     on_pulse: Callable[[Pulse], None] | None = None
     record: Mapping[str, Any]  # facts that every file of this run keeps
+    _classes: int | None = None
     _stepper: Stepper | FlatStepper | None = None  # of an optimiser that lives through all rounds
 
     def __init__(
@@ -75,8 +74,7 @@ class Run:
         self.train = Source("train_loader", train_loader, team.device, last)
         self.val = Source("val_loader", val_loader, team.device, last) if val_loader is not None else None
         compare = divergence if distill is True else distill or None
-        is_cross_entropy = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
-        classifies = is_cross_entropy and compare in (None, divergence)
+        classifies = augmentation.is_cross_entropy(loss_fn) and compare in (None, divergence)
         self.metric = metric or (accuracy if classifies else None)
         check_target(config.target, self.val is not None and self.metric is not None)
         share = config.training.distill_share
@@ -86,11 +84,8 @@ class Run:
         self.scored = self.objective
         if compare is None and config.training.distill:
             self.objective = Objective(loss_fn, self.original, divergence, share)
-        if config.training.blend and (self.objective.divergence is None or share < 1):
-            raise ConfigError(
-                f"training.blend is {config.training.blend:g}, and blended examples have no labels: "
-                "set training.distill = true with training.distill_share = 1, or training.blend = 0"
-            )
+        self.reads_labels = self.objective.divergence is None or share < 1
+        augmentation.check(config.training, reads_labels=self.reads_labels, loss_fn=loss_fn)
         self.epoch = self.train.steps_per_epoch(config.training)  # in batches
         self.looking = Looking(self.train, self.task, self.scored, config, team)
 
@@ -201,11 +196,28 @@ class Run:
         return loss
 
     def trained_on(self, where: str) -> Iterator[Batch]:
-        """The run's own batches, from where they are; some of them blended where that is asked for."""
-        share = self.config.training.blend
-        if not share:
+        """The run's own batches, from where they are, and what is to be done to them done."""
+        training = self.config.training
+        if not augmentation.is_wanted(training):
             return self.batches
-        return blended(self.batches, share, seed_from(self.config.seed, self.team.rank), where)
+        seed = seed_from(self.config.seed, self.team.rank)
+        return augmentation.augmented(
+            self.batches, training, seed, where, self.classes if self.reads_labels else None
+        )
+
+    def classes(self, batch: Batch) -> int:
+        """How many the network tells apart, as the original's answer to a batch says."""
+        if self._classes is None:
+            with torch.no_grad():
+                output = batch.first(1).through(self.original, "train_loader")
+            if not isinstance(output, Tensor) or output.dim() != 2:
+                raise DataError(
+                    "the network's output is not one row of classes for each example, so labels cannot be "
+                    "blended or smoothed: set training.blend, training.cutmix and training.label_smoothing "
+                    "to 0"
+                )
+            self._classes = output.shape[1]
+        return self._classes
 
     def after_step(self, done: int, steps: int) -> AfterStep:
         """Offers the progress after every step, and says which is the last of the stretch."""

@@ -297,8 +297,19 @@ class TrainingConfig(Section):
     blend: float = setting(
         0.0,
         Number(0, 1),
-        "share of the batches that are blended with themselves in another order, t x + (1 - t) x'; for "
-        "distillation alone, where no label is read",
+        "share of the batches that are blended with themselves in another order, t x + (1 - t) x', and their "
+        "labels alike (mixup)",
+    )
+    cutmix: float = setting(
+        0.0,
+        Number(0, 1),
+        "share of the batches whose images get a rectangle from another one, and so much of its label",
+    )
+    cutout: int = setting(
+        0, Number(0, 4096, whole=True), "side of a square that is blanked in every image, in pixels"
+    )
+    label_smoothing: float = setting(
+        0.0, Number(0, 1), "share of a label that is spread over all classes evenly; scores are without"
     )
     steps_per_epoch: int | None = setting(
         None,

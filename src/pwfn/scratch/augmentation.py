@@ -8,6 +8,7 @@ import random
 import torch
 from torch import Tensor
 
+from pwfn.augmentation import with_patch, without_square
 from pwfn.scratch.recipe import Recipe
 
 
@@ -19,16 +20,10 @@ def cutout(images: Tensor, side: int) -> Tensor:
     """
     if side == 0:
         return images
-    height, width = images.shape[2:]
-    device = images.device
-
-    def inside(length: int) -> Tensor:
-        start = torch.randint(length, (len(images), 1), device=device) - side // 2
-        along = torch.arange(length, device=device)
-        return (along >= start) & (along < start + side)
-
-    hole = inside(height)[:, :, None] & inside(width)[:, None, :]
-    return images.masked_fill(hole[:, None], 0)
+    rows, columns = (
+        torch.randint(length, (len(images),), device=images.device) for length in images.shape[2:]
+    )
+    return without_square(images, rows, columns, side)
 
 
 def mixed(images: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None, float]:
@@ -48,7 +43,5 @@ def mixed(images: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor | None, float]
     cut = math.sqrt(random.random())  # so that the rectangle's share of the image is uniform
     rows, columns = round(height * cut), round(width * cut)
     top, left = random.randint(0, height - rows), random.randint(0, width - columns)
-    images = images.clone()
-    inside = (..., slice(top, top + rows), slice(left, left + columns))
-    images[inside] = images[partner][inside]
+    images = with_patch(images, partner, (top, left, rows, columns))
     return images, partner, 1 - rows * columns / (height * width)
