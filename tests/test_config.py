@@ -210,6 +210,12 @@ CASES: dict[str, Case] = {
     "training.distill_share": number(
         "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.5, 1], st.floats(0, 1)
     ),
+    "training.average": number(
+        "a number of at least 0 and at most 0.99999",
+        [-0.1, 1, 10**400],
+        [0, 0.5, 0.999],
+        st.floats(0, 0.99999),
+    ),
     "training.blend": number(
         "a number of at least 0 and at most 1", [-0.1, 1.1, 10**400], [0, 0.5, 1], st.floats(0, 1)
     ),
@@ -403,6 +409,7 @@ PAPER: dict[str, Any] = {
     "training.cuda_graph": False,
     "training.accumulate": 1,
     "training.distill": False,
+    "training.average": 0.0,
     "training.blend": 0.0,
     "training.cutmix": 0.0,
     "training.cutout": 0,

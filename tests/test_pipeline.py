@@ -465,7 +465,7 @@ def test_all_levers_together_stopped_anywhere_end_in_the_same_bits(
     data = Repeated(made.train)
     levers = LEVERS.override({"posterior.init": init, "training.blend": blend})
     if blend:
-        levers = levers.override({"training.label_smoothing": 0.1})
+        levers = levers.override({"training.label_smoothing": 0.1, "training.average": 0.9})
     whole = compress(made.model, data, made.val, levers)
     assert whole.rounds[0].fix.steps[0].centre == 0
     assert [done.steps for done in whole.rounds] == [3, 6, 9]

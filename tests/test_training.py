@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pwfn import Config, GaussianNetwork, compress
 from pwfn.batches import Batch, Source, is_out_of_memory
-from pwfn.errors import DataError, DivergedError, LayoutError, TooLargeError
+from pwfn.errors import ConfigError, DataError, DivergedError, LayoutError, TooLargeError
 from pwfn.randomness import seeded
 from pwfn.scoring import Objective, Scores, accuracy, divergence, evaluate
 from pwfn.sections import Precision, TrainingConfig
@@ -1107,3 +1107,52 @@ def test_statistics_are_as_they_were_after_an_error_in_the_middle() -> None:
         reestimate_batchnorm(net, wrong, 2, "here")
     assert all(torch.equal(buffer, before[name]) for name, buffer in net.model[1].named_buffers())
     assert net.model[1].momentum == 0.1
+
+
+# The moving average
+
+
+def test_the_network_has_the_average_of_its_steps_in_the_end() -> None:
+    data = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    config = sigma_learns()
+    one, other = GaussianNetwork(model, config), GaussianNetwork(model, config)
+    seen: list[dict[str, Tensor]] = []
+
+    def numbers(net: GaussianNetwork) -> dict[str, Tensor]:
+        named = (*net.named_parameters(), *net.named_buffers())
+        return {name: value.detach().clone() for name, value in named if value.is_floating_point()}
+
+    def after_step(_: Any) -> None:
+        seen.append(numbers(one))
+
+    batches = source(data).endless()
+    kept = numbers(one)
+    options: dict[str, Any] = {"where": "here", "seed": 3}
+    objective = Objective(F.mse_loss)
+    fit(one, batches, 30, objective, PLAIN, optimizer=sgd(one, PLAIN), after_step=after_step, **options)
+    averaged = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=0.1, average=0.6)
+    batches = source(data).endless()
+    fit(other, batches, 30, objective, averaged, optimizer=sgd(other, averaged), **options)
+    for step, now in enumerate(seen, 1):
+        decay = min(0.6, step / (step + 9))
+        kept = {name: decay * kept[name] + (1 - decay) * value for name, value in now.items()}
+    found = numbers(other)
+    moved = [name for name in found if not torch.allclose(found[name], seen[-1][name])]
+    assert {"free_mu", "model.1.weight", "model.1.running_mean"} <= {*moved}
+    for name, value in found.items():
+        assert torch.allclose(value, kept[name], atol=1e-6), name
+
+
+def test_a_run_fixes_what_the_average_says_and_others_than_rounds_have_none() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(4)]
+    short = Config().override({"schedule.fractions": [0.5, 1.0], "training.learning_rate": 0.1})
+    plain = compress(model, data, data, short)
+    found = compress(model, data, data, short.override({"training.average": 0.9}))
+    assert found.rounds[0].loss == plain.rounds[0].loss  # the steps themselves are the same
+    assert not torch.equal(found.compressed.values(), plain.compressed.values())
+    lsq = short.override({"method": "lsq", "training.average": 0.9})
+    with pytest.raises(ConfigError, match=r"training.average is 0.9, and method lsq does not fix in rounds"):
+        compress(model, data, data, lsq)

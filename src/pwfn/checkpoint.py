@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def to_plain(progress: Progress) -> dict[str, Any]:
         "finished": progress.finished,
         "batches": progress.batches,
         "random": progress.random,
-        "fitting": [fitting.step, fitting.totals, fitting.optimizer, fitting.scaler] if fitting else None,
+        "fitting": [getattr(fitting, field.name) for field in fields(Fitting)] if fitting else None,
         "seconds": progress.seconds,
         "optimizer": progress.optimizer,
         "start": progress.start.to_plain() if progress.start else None,

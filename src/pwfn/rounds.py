@@ -19,7 +19,7 @@ from pwfn.batches import Batch, Source
 from pwfn.compressed import Compressed
 from pwfn.config import Config
 from pwfn.data.epochs import seed_from
-from pwfn.errors import DataError
+from pwfn.errors import ConfigError, DataError
 from pwfn.fileformat import dumps, load
 from pwfn.lightening import lighten
 from pwfn.looking import Looking
@@ -86,6 +86,11 @@ class Run:
             self.objective = Objective(loss_fn, self.original, divergence, share)
         self.reads_labels = self.objective.divergence is None or share < 1
         augmentation.check(config.training, reads_labels=self.reads_labels, loss_fn=loss_fn)
+        if config.training.average and self.net.keeps_optimizer:
+            raise ConfigError(
+                f"training.average is {config.training.average:g}, and method {config.method} does not fix "
+                "in rounds, after which training begins anew: set it to 0"
+            )
         self.epoch = self.train.steps_per_epoch(config.training)  # in batches
         self.looking = Looking(self.train, self.task, self.scored, config, team)
 

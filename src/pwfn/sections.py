@@ -294,6 +294,11 @@ class TrainingConfig(Section):
     distill_share: float = setting(
         1.0, Number(0, 1), "share of that divergence in the loss, the labels' loss has the rest"
     )
+    average: float = setting(
+        0.0,
+        Number(0, 0.99999),
+        "decay a step of the moving average of what is trained, which each fixing goes by; 0: none",
+    )
     blend: float = setting(
         0.0,
         Number(0, 1),

@@ -35,6 +35,7 @@ class Fitting:
     totals: list[float]  # sum of their losses, in each process
     optimizer: dict[str, Any]  # its state dict
     scaler: dict[str, Any]  # of the loss, for fp16; empty otherwise
+    average: list[Tensor] | None = None  # the moving average, where there is one
 
 
 AfterStep = Callable[[Callable[[], Fitting]], None]
@@ -67,7 +68,8 @@ def fit(
     ``start`` it goes on where that snapshot was taken. The gradient's norm is clipped before
     the regulariser's part is added: the regulariser's own norm is ``alpha * sqrt(N)``, and clipping
     the sum would shrink every step. ``rate`` gives, for the steps done, the share of the learning rates
-    that the next step has. A ``stepper`` is one of :func:`stepper_for` that made an earlier stretch's
+    that the next step has. With ``config.average`` the network has the moving average in the end; see
+    :class:`Average`. A ``stepper`` is one of :func:`stepper_for` that made an earlier stretch's
     steps with the same optimiser: what it has recorded is not recorded again.
 
     A torch optimiser makes plain steps, whose noise is a function of ``seed`` and the batch's number,
@@ -79,6 +81,7 @@ def fit(
     if stepper is None:
         stepper = stepper_for(net, objective, config, optimizer, team, seed)
     ledger = _Ledger(net.device, steps, where)
+    average = Average(net, config.average) if config.average else None
     first = 0
     if rate is not None and not isinstance(optimizer, FlatOptimizer):
         for group in optimizer.param_groups:
@@ -89,15 +92,21 @@ def fit(
         stepper.done = start.step
         ledger.total += start.totals[stepper.team.rank]
         first = start.step
+        if average is not None and start.average is not None:
+            average.load(start.average)
     for step in range(first, steps):
         if rate is not None:
             _scale_rates(optimizer, rate(step))
         loss, norm = stepper.step(batches, f"{where}, step {step + 1}")
         mean = ledger.enter(step, loss, norm)
+        if average is not None:
+            average.add(step + 1)
         if look is not None and mean is not None:
             look(step + 1, mean)
         if after_step is not None:
-            after_step(partial(_snapshot, step + 1, ledger, stepper))
+            after_step(partial(_snapshot, step + 1, ledger, stepper, average))
+    if average is not None:
+        average.place()
     return float(stepper.team.total(ledger.total)) / stepper.team.world / max(steps, 1)
 
 
@@ -123,13 +132,42 @@ def _scale_rates(optimizer: torch.optim.Optimizer | FlatOptimizer, factor: float
         group["lr"] = factor * group["initial_lr"]
 
 
-def _snapshot(step: int, ledger: _Ledger, stepper: Stepper | FlatStepper) -> Fitting:
+class Average:
+    """A moving average over the steps of a stretch: parameters that are trained, and the model's buffers.
+
+    After step n it is ``d average + (1 - d) now``, ``d = min(decay, n / (n + 9))``: in the beginning it is
+    short, so that it forgets where the stretch began. A fixed weight does not move, nor does its average.
+    """
+
+    def __init__(self, net: WeightNetwork, decay: float) -> None:
+        buffers = [buffer for buffer in net.model.buffers() if buffer.is_floating_point()]
+        self._now = [*(p.detach() for p in net.parameters() if p.requires_grad), *buffers]
+        self.decay, self.kept = decay, [tensor.clone() for tensor in self._now]
+
+    @torch.no_grad()
+    def add(self, step: int) -> None:
+        """What the network is after a step, from 1 on."""
+        torch._foreach_lerp_(self.kept, self._now, 1 - min(self.decay, step / (step + 9)))
+
+    def load(self, kept: list[Tensor]) -> None:
+        """Go on from an average that was kept."""
+        for own, other in zip(self.kept, kept, strict=True):
+            own.copy_(other)
+
+    def place(self) -> None:
+        """Give the network the average."""
+        for now, kept in zip(self._now, self.kept, strict=True):
+            now.copy_(kept)
+
+
+def _snapshot(step: int, ledger: _Ledger, stepper: Stepper | FlatStepper, average: Average | None) -> Fitting:
     ledger.check()  # a network that has diverged is not worth going on with
     return Fitting(
         step,
         stepper.team.gather(float(ledger.total)),
         copy.deepcopy(stepper.optimizer.state_dict()),
         stepper.scaler.state_dict(),
+        [tensor.cpu().clone() for tensor in average.kept] if average is not None else None,
     )
 
 
