@@ -61,7 +61,7 @@ def row(facts: dict[str, Any]) -> str:
     """One line of the table."""
     hours = facts["hours"]
     memory = f"{facts['ours_bytes'] / 2**30:.1f} GiB" if facts["ours_bytes"] else "–"
-    parts = [f"{hours[name]:.1f}" for name in ("training", "polish", "reestimation", "scoring", "all")]
+    parts = [f"{hours[name]:.2f}" for name in ("training", "polish", "reestimation", "scoring", "all")]
     cells = [
         f"`{facts['network']}`",
         str(facts["batch_size"]),

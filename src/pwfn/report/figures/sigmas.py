@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,11 +28,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Sheet
 
+
+class Watched(Protocol):
+    """A run, or what was kept of one."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Section by section."""
+
+    @property
+    def observed(self) -> Sequence[Observed]:
+        """What was seen on the way."""
+
+
 _LOWEST = -16  # log2 of a sigma; what is less stands there
 _LAYERS = 5
 
 
-def collapse(runs: Sequence[RunData], names: Sequence[str]) -> Drawing | None:
+def collapse(runs: Sequence[Watched], names: Sequence[str]) -> Drawing | None:
     """Sigmas of the free weights at the start and before every fixing, a panel for each run."""
     seen = [(run, name, _trained(run)) for run, name in zip(runs, names, strict=True)]
     shown = [(run, name, looks) for run, name, looks in seen if looks]
@@ -59,7 +72,8 @@ def collapse(runs: Sequence[RunData], names: Sequence[str]) -> Drawing | None:
             cap = run.settings.get("posterior", {}).get("cap") if _learns(run) else None
             if isinstance(cap, float) and cap > 0:
                 panel.axvline(math.log2(cap), color=SERIES[1], linewidth=0.9, label=f"cap S = {cap:g}")
-            panel.set_title(_alpha(run) if len(shown) == 1 else f"{_alpha(run)}   {short(name, 18)}")
+            own = len(shown) > 1 and name
+            panel.set_title(f"{_alpha(run)}   {short(name, 18)}" if own else _alpha(run))
             panel.set_ylim(bottom=0)
             powers_of_two(panel.xaxis, 4 if columns > 1 else 2)
         panels[0].set_xlim(left=lowest - 0.2)
@@ -74,8 +88,8 @@ def collapse(runs: Sequence[RunData], names: Sequence[str]) -> Drawing | None:
         sheet.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
     told = "; ".join(
-        f"{f'{name}, ' if len(shown) > 1 else ''}{_alpha(run)}: the median sigma of the free weights goes "
-        f"from {_median_at_start(run)} to {_median(looks[-1])} before the last fixing"
+        f"{f'{name}, ' if len(shown) > 1 and name else ''}{_alpha(run)}: the median sigma of the free "
+        f"weights goes from {_median_at_start(run)} to {median(looks[-1])} before the last fixing"
         for run, name, looks in shown
     )
     return Drawing(
@@ -100,16 +114,16 @@ def collapse(runs: Sequence[RunData], names: Sequence[str]) -> Drawing | None:
     )
 
 
-def _trained(run: RunData) -> list[Observed]:
+def _trained(run: Watched) -> list[Observed]:
     return [seen for seen in run.observed if seen.moment is Moment.BEFORE and seen.sigma is not None]
 
 
-def _learns(run: RunData) -> bool:
+def _learns(run: Watched) -> bool:
     """Runs of before there was a choice have no such setting: their sigma did."""
     return run.settings.get("posterior", {}).get("learn_sigma", True) is True
 
 
-def _alpha(run: RunData) -> str:
+def _alpha(run: Watched) -> str:
     """A power of two as one."""
     if not _learns(run):
         return "sigma does not learn"
@@ -147,12 +161,13 @@ def _figures(histogram: Histogram) -> tuple[str, ...]:
     return (f"{histogram.total:,}", *quantiles)
 
 
-def _median(look: Observed) -> str:
+def median(look: Observed) -> str:
+    """Of sigma over the free weights, to two digits."""
     return "–" if look.sigma is None else f"{_quantile(look.sigma, 0.5):.2g}"
 
 
-def _median_at_start(run: RunData) -> str:
-    return next((_median(seen) for seen in run.observed if seen.moment is Moment.START), "–")
+def _median_at_start(run: Watched) -> str:
+    return next((median(seen) for seen in run.observed if seen.moment is Moment.START), "–")
 
 
 def means_and_sigmas(run: RunData) -> Drawing | None:
