@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import collapse
 import targets
 import uncertainty_table
 
@@ -21,6 +22,7 @@ START, END = "<!-- results: made by experiments/table.py -->", "<!-- end of resu
 COMPARISON = "<!-- comparison: made by experiments/table.py -->", "<!-- end of comparison -->"
 TARGETS = "<!-- targets: made by experiments/table.py -->", "<!-- end of targets -->"
 TRUST = "<!-- uncertainty: made by experiments/table.py -->", "<!-- end of uncertainty -->"
+SIGMAS = "<!-- sigmas: made by experiments/table.py -->", "<!-- end of sigmas -->"
 ABLATIONS = "<!-- ablations: made by experiments/table.py -->", "<!-- end of ablations -->"
 HEAD = (
     "| result file | network | rule | top-1 before | just after the last fixing | top-1 after | "
@@ -78,6 +80,14 @@ def ablations(experiments: Path) -> str:
     return "\n\n".join(parts)
 
 
+def sigmas(root: Path) -> str:
+    """Figure and table of each plan that something was kept of, as seen from a page of docs."""
+    names = [name for name in collapse.NAMES if collapse.kept(name, root).is_file()]
+    return "\n\n".join(
+        f"![Sigmas of the free weights, {name}]({name}.png)\n\n{collapse.table(name, root)}" for name in names
+    )
+
+
 def with_block(text: str, block: str, marks: tuple[str, str]) -> str:
     """The page with a block put between its marks, which must be there."""
     start, end = marks
@@ -100,6 +110,7 @@ def pages(root: Path) -> dict[Path, str]:
         page: {
             TARGETS: targets.table(experiments, "../"),
             (START, END): table(experiments / "results"),
+            SIGMAS: sigmas(root),
             ABLATIONS: ablations(experiments),
         },
         trust: {TRUST: "\n".join(uncertainty_table.table(experiments / "results" / "uncertainty"))},

@@ -193,8 +193,8 @@ def test_the_table_of_hours(tmp_path: Path) -> None:
     assert len(head.split("|")) == len(rule.split("|")) == len(row.split("|"))
     # 4,000 images a second by workers of 150 each: 26.7 of them.
     assert row == (
-        "| `resnet18.tv_in1k` | 128 | 32.0 ms | 4,000 | 16.0 ms (ratio 2.00) | 3.0 GiB | 2.4 | "
-        "0.1 | 0.1 | 0.2 | 2.8 | 27 |"
+        "| `resnet18.tv_in1k` | 128 | 32.0 ms | 4,000 | 16.0 ms (ratio 2.00) | 3.0 GiB | 2.41 | "
+        "0.09 | 0.10 | 0.20 | 2.80 | 27 |"
     )
     assert empty == ""
     assert below == (

@@ -326,7 +326,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "experiments" / "ablations" / "more.toml").write_text(TINY.replace("A tiny", "Another"))
     marks = {
         "README.md": (table.TARGETS, table.COMPARISON),
-        "docs/results.md": (table.TARGETS, (table.START, table.END), table.ABLATIONS),
+        "docs/results.md": (table.TARGETS, (table.START, table.END), table.SIGMAS, table.ABLATIONS),
         "docs/uncertainty.md": (table.TRUST,),
     }
     for name, pairs in marks.items():
