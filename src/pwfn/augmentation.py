@@ -1,6 +1,6 @@
 """What a batch goes through before it is trained on: squares blanked, examples blended, labels smoothed.
 
-A network that was trained so is best trained so while it is compressed; else it forgets what that taught it.
+So that a network can be compressed with what it was trained with.
 """
 
 from __future__ import annotations

@@ -63,6 +63,13 @@ def test_a_recorded_run_ends_in_the_same_bits(precision: str, optimizer: str) ->
     assert [done.loss for done in plain.rounds] == [done.loss for done in recorded.rounds]
 
 
+def test_so_does_one_with_changed_batches_and_an_average() -> None:
+    changes = {"label_smoothing": 0.1, "cutout": 3, "blend": 0.3, "cutmix": 0.3, "average": 0.9}
+    plain, recorded = run(**changes), run(**changes, cuda_graph=True)
+    assert torch.equal(plain.compressed.values(), recorded.compressed.values())
+    assert [done.loss for done in plain.rounds] == [done.loss for done in recorded.rounds]
+
+
 def test_a_model_that_asks_the_device_cannot_be_recorded_and_says_so() -> None:
     class Asking(nn.Module):
         def __init__(self) -> None:
