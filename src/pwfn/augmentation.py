@@ -74,12 +74,13 @@ def augmented(
             batch = Batch(batch.args, batch.kwargs, target)
         if config.cutout:
             batch = blanked(batch, config.cutout, generator_from("cutout", seed, batches.drawn), place)
-        dice = generator_from("blend", seed, batches.drawn)
-        chance = float(torch.rand((), generator=dice))
-        if chance < config.blend:
-            batch = blend(batch, dice, place)
-        elif chance < config.blend + config.cutmix:
-            batch = patch(batch, dice, place)
+        if config.blend or config.cutmix:
+            dice = generator_from("blend", seed, batches.drawn)
+            chance = float(torch.rand((), generator=dice))
+            if chance < config.blend:
+                batch = blend(batch, dice, place)
+            elif chance < config.blend + config.cutmix:
+                batch = patch(batch, dice, place)
         yield batch
 
 

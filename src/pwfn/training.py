@@ -81,7 +81,7 @@ def fit(
     if stepper is None:
         stepper = stepper_for(net, objective, config, optimizer, team, seed)
     ledger = _Ledger(net.device, steps, where)
-    average = Average(net, config.average) if config.average else None
+    average = Average(_moving(net), config.average) if config.average else None
     first = 0
     if rate is not None and not isinstance(optimizer, FlatOptimizer):
         for group in optimizer.param_groups:
@@ -133,16 +133,16 @@ def _scale_rates(optimizer: torch.optim.Optimizer | FlatOptimizer, factor: float
 
 
 class Average:
-    """A moving average over the steps of a stretch: parameters that are trained, and the model's buffers.
+    """A moving average of tensors over the steps of a training.
 
     After step n it is ``d average + (1 - d) now``, ``d = min(decay, n / (n + 9))``: in the beginning it is
-    short, so that it forgets where the stretch began. A fixed weight does not move, nor does its average.
+    short, so that it forgets where the training began. A fixed weight does not move, nor does its average.
+    It lies in ``kept``, tensors of its own unless given.
     """
 
-    def __init__(self, net: WeightNetwork, decay: float) -> None:
-        buffers = [buffer for buffer in net.model.buffers() if buffer.is_floating_point()]
-        self._now = [*(p.detach() for p in net.parameters() if p.requires_grad), *buffers]
-        self.decay, self.kept = decay, [tensor.clone() for tensor in self._now]
+    def __init__(self, now: list[Tensor], decay: float, kept: list[Tensor] | None = None) -> None:
+        self._now, self.decay = now, decay
+        self.kept = [tensor.clone() for tensor in now] if kept is None else kept
 
     @torch.no_grad()
     def add(self, step: int) -> None:
@@ -158,6 +158,12 @@ class Average:
         """Give the network the average."""
         for now, kept in zip(self._now, self.kept, strict=True):
             now.copy_(kept)
+
+
+def _moving(net: WeightNetwork) -> list[Tensor]:
+    """What steps of training move: parameters that are trained, and the model's statistics."""
+    buffers = [buffer for buffer in net.model.buffers() if buffer.is_floating_point()]
+    return [*(p.detach() for p in net.parameters() if p.requires_grad), *buffers]
 
 
 def _snapshot(step: int, ledger: _Ledger, stepper: Stepper | FlatStepper, average: Average | None) -> Fitting:

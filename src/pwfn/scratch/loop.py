@@ -22,6 +22,7 @@ from pwfn.scoring import Objective, Scores, accuracy, evaluate
 from pwfn.scratch.augmentation import cutout, mixed
 from pwfn.scratch.recipe import Optimizer, Recipe, rise_and_fall
 from pwfn.sections import Precision, TrainingConfig
+from pwfn.training import Average
 
 
 def untrained(name: str, recipe: Recipe, **options: Any) -> nn.Module:
@@ -106,7 +107,10 @@ class _Run:
         self.objective = Objective(partial(F.cross_entropy, label_smoothing=recipe.label_smoothing))
         self.optimizer = _optimizer(model, recipe)
         self.shown = copy.deepcopy(model) if recipe.average else model
-        self._averaged = _tensors(self.shown, smooth=True), _tensors(model, smooth=True)
+        kept = _tensors(self.shown, smooth=True)
+        self._average = (
+            Average(_tensors(model, smooth=True), recipe.average, kept) if recipe.average else None
+        )
         self._counts = _tensors(self.shown, smooth=False)
 
     def epoch(self, source: Source, number: int) -> float:
@@ -163,10 +167,8 @@ class _Run:
                 f"{where}: out of memory with {len(images):,} images: use smaller batches"
             ) from error
         self.done += 1
-        if recipe.average:
-            # In the beginning the average is short, so that it forgets the first weights.
-            decay = min(recipe.average, self.done / (self.done + 9))
-            torch._foreach_lerp_(*self._averaged, 1 - decay)
+        if self._average is not None:
+            self._average.add(self.done)
         return loss.detach()
 
 
