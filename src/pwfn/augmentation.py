@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def blend(batch: Batch, dice: torch.Generator, where: str = "the batch") -> Batc
         others = value[order.to(value.device, non_blocking=True)]
         return torch.add(value * share, others, alpha=1 - share, out=torch.empty_like(value))
 
-    return _changed(batch, mixed, 1, mixed, where, "blended, none is", "training.blend")
+    return _Change("training.blend", "blended, none is", 1, mixed, mixed).of(batch, where)
 
 
 def patch(batch: Batch, dice: torch.Generator, where: str = "the batch") -> Batch:
@@ -154,7 +155,7 @@ def patch(batch: Batch, dice: torch.Generator, where: str = "the batch") -> Batc
     def mixed(target: Tensor) -> Tensor:
         return torch.lerp(target[order.to(target.device, non_blocking=True)], target, shares[0])
 
-    return _changed(batch, patched, 4, mixed, where, "patched, there are no images", "training.cutmix")
+    return _Change("training.cutmix", "patched, there are no images", 4, patched, mixed).of(batch, where)
 
 
 def blanked(batch: Batch, side: int, dice: torch.Generator, where: str = "the batch") -> Batch:
@@ -171,7 +172,46 @@ def blanked(batch: Batch, side: int, dice: torch.Generator, where: str = "the ba
         rows, columns = (drawn * most).long().to(images.device, non_blocking=True)
         return without_square(images, rows, columns, side)
 
-    return _changed(batch, blank, 4, None, where, "blanked, there are no images", "training.cutout")
+    return _Change("training.cutout", "blanked, there are no images", 4, blank).of(batch, where)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a setting does to inputs of at least so many axes, and to targets that are probabilities."""
+
+    setting: str
+    lacking: str
+    least_dim: int
+    of_input: Callable[[Tensor], Tensor]
+    of_target: Callable[[Tensor], Tensor] | None = None
+
+    def of(self, batch: Batch, where: str) -> Batch:
+        """The batch with its inputs changed, those that are of floating point and as long as it."""
+        size, found = batch.size, 0
+
+        def changed(value: Any) -> Any:
+            nonlocal found
+            if isinstance(value, Mapping):
+                return {key: changed(item) for key, item in value.items()}
+            if isinstance(value, tuple):
+                return tuple(changed(item) for item in value)
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            if value.dim() < self.least_dim or len(value) != size:
+                return value
+            found += 1
+            return self.of_input(value)
+
+        inputs, named, target = changed(batch.args), changed(batch.kwargs), batch.target
+        if not found:
+            raise DataError(
+                f"{where}: inputs {batch.describe()} cannot be {self.lacking} of floating point and as long "
+                f"as the batch: set {self.setting} = 0"
+            )
+        soft = isinstance(target, Tensor) and target.is_floating_point() and target.dim() == 2
+        if self.of_target is not None and soft:
+            target = self.of_target(target)
+        return Batch(inputs, named, target)
 
 
 def with_patch(images: Tensor, order: Tensor, place: tuple[int, int, int, int]) -> Tensor:
@@ -195,44 +235,3 @@ def without_square(images: Tensor, rows: Tensor, columns: Tensor, side: int) -> 
     hole = inside(rows, height)[:, :, None] & inside(columns, width)[:, None, :]
     # masked_fill itself would copy to another order in memory where images are channels last.
     return images.clone().masked_fill_(hole[:, None], 0)
-
-
-def _changed(
-    batch: Batch,
-    change: Callable[[Tensor], Tensor],
-    least_dim: int,
-    of_target: Callable[[Tensor], Tensor] | None,
-    where: str,
-    lacking: str,
-    setting: str,
-) -> Batch:
-    """The batch with its inputs changed, those of floating point, as long as it and of so many axes."""
-    size, found = batch.size, 0
-
-    def changed(value: Any) -> Any:
-        nonlocal found
-        if isinstance(value, Mapping):
-            return {key: changed(item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return tuple(changed(item) for item in value)
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if value.dim() < least_dim or len(value) != size:
-            return value
-        found += 1
-        return change(value)
-
-    inputs, named, target = changed(batch.args), changed(batch.kwargs), batch.target
-    if not found:
-        raise DataError(
-            f"{where}: inputs {batch.describe()} cannot be {lacking} of floating point and as long as the "
-            f"batch: set {setting} = 0"
-        )
-    if (
-        of_target is not None
-        and isinstance(target, Tensor)
-        and target.is_floating_point()
-        and target.dim() == 2
-    ):
-        target = of_target(target)
-    return Batch(inputs, named, target)
