@@ -52,7 +52,7 @@ def table(folder: Path) -> str:
     """The whole block, with machine and commit of the runs."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     machines = sorted({f"{f['device']}, torch {f['versions']['torch']}" for f in results.values()})
-    commits = sorted({str(f["commit"])[:10] for f in results.values()})
+    commits = sorted({str(f["commit"])[:7] for f in results.values()})
     rows = "\n".join(row(name, facts) for name, facts in results.items())
     return f"{HEAD}\n{rows}\n\nMeasured on: {'; '.join(machines)}. Commits: {', '.join(commits)}."
 

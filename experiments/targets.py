@@ -194,7 +194,7 @@ def table(experiments: Path, prefix: str) -> str:
     lines = [HEAD, *rows, "", below]
     if all_found:
         machines = sorted({f"{facts['device']}, torch {facts['versions']['torch']}" for facts in all_found})
-        commits = sorted({facts["commit"][:10] for facts in all_found})
+        commits = sorted({facts["commit"][:7] for facts in all_found})
         lines += ["", f"Measured on: {'; '.join(machines)}. Commits: {', '.join(commits)}."]
     return "\n".join(lines)
 

@@ -839,7 +839,7 @@ def test_the_table_alone_is_made_of_what_is_there(finished: Path, tmp_path: Path
 
 
 def _results(plan: Plan) -> dict[str, dict[str, Any]]:
-    facts = {
+    facts: dict[str, Any] = {
         "top1_start": 0.92,
         "unique": 1234,
         "inner_entropy_bits": 2.5,
@@ -856,6 +856,7 @@ def _results(plan: Plan) -> dict[str, dict[str, Any]]:
         {"top1": 0.91, "top1_ensemble": None, "entropy_bits": 3.5, "file_bytes": 100_001, "seconds": 7200},
         {"top1": 0.915, "top1_ensemble": 0.917, "entropy_bits": 2.0, "file_bytes": 80_000, "seconds": 1800},
     ]
+    own[0]["commit"] = facts["commit"][:7]  # the same, as git abbreviates it
     marks = [{"layer": "yes", "channel": "output", "attention": "none"}] * 2
     marks.append({"layer": "no", "channel": "no", "attention": "none"})
     return {
@@ -894,7 +895,7 @@ def test_the_lines_of_a_table() -> None:
     ]
     assert len({len(row) for row in rows[2:6]}) == 1  # readable as plain text, too
     assert "not measured here" in "\n".join(rows)
-    assert rows[-1] == "Measured on: GPU, torch 2.0. Commits: 0123456789."
+    assert rows[-1] == "Measured on: GPU, torch 2.0. Commits: 0123456."
 
 
 def test_rows_of_a_table_that_has_nothing_yet(tmp_path: Path) -> None:

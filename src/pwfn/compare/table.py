@@ -98,7 +98,7 @@ def make_table(plan: Plan, results: Mapping[str, Mapping[str, Any]], notes: Mapp
         parts=tuple(_part(network, runs, results) for network in plan.models),
         missing={str(run): notes[run.name] for run in runs if run.name in notes},
         measured_on=_once(f"{facts['device']}, torch {facts['versions']['torch']}" for facts in found),
-        commits=_once(facts["commit"][:10] for facts in found if facts["commit"]),
+        commits=_once(facts["commit"][:7] for facts in found if facts["commit"]),
     )
 
 
