@@ -56,12 +56,13 @@ class RecordedStep:
     def _record(self, batch: Batch, where: str) -> None:
         self._forget()  # so that backward makes gradients of its own, which stay in place
         self._batch = batch.cloned()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
                 self._loss = self._work(self._batch, where)
                 self._gradient = self._collect()
         except RuntimeError as error:
+            _leave_as_it_was(stream)
             raise ConfigError(
                 f"{where}: the step cannot be recorded as a CUDA graph ({cause(error)}): set "
                 "training.cuda_graph = false"
@@ -72,3 +73,16 @@ class RecordedStep:
     def _forget(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _leave_as_it_was(stream: torch.cuda.Stream) -> None:
+    """After a recording that failed: the caller's stream and torch's random numbers.
+
+    torch leaves the stream that it recorded on as the current one, and (seen in 2.11) its generator as if it
+    were recorded still, so that no later draw of the caller's succeeds. A recording that ends well sets
+    the generator right; it has one kernel, because torch warns of an empty one.
+    """
+    torch.cuda.set_stream(stream)
+    room = torch.zeros(1, device=stream.device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        room.zero_()

@@ -83,9 +83,12 @@ def test_a_model_that_asks_the_device_cannot_be_recorded_and_says_so() -> None:
             out: Tensor = self.layer(x)
             return out
 
+    stream = torch.cuda.current_stream()
     with pytest.raises(
         ConfigError, match=r"cannot be recorded as a CUDA graph .*training\.cuda_graph = false"
     ):
         run(Asking().cuda(), cuda_graph=True)
     torch.cuda.synchronize()
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(3, device="cuda").isfinite().all()  # torch's own generator is as it was
     assert run(Asking().cuda()).after is not None
