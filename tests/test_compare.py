@@ -746,8 +746,16 @@ def test_damaged_records_and_results_are_named(finished: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_processes_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
-    fake = _Fake(looks=None)
-    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    class Signalled(_Fake):
+        """The signal comes when the second process has started, however slow the machine."""
+
+        def start(self, arguments: Sequence[str], complaints: Path) -> Process:
+            process = super().start(arguments, complaints)
+            if len(self.processes) == 2:
+                threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+            return process
+
+    fake = Signalled(looks=None)
     before = signal.getsignal(number)
     with pytest.raises(CutOffError, match=f"stopped by {number.name}: the same command goes on") as caught:
         _table(compare.read(DESCRIPTION), tmp_path, fake, jobs=2)
