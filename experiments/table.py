@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import collapse
+import frontier
 import targets
 import uncertainty_table
 
@@ -23,6 +24,7 @@ COMPARISON = "<!-- comparison: made by experiments/table.py -->", "<!-- end of c
 TARGETS = "<!-- targets: made by experiments/table.py -->", "<!-- end of targets -->"
 TRUST = "<!-- uncertainty: made by experiments/table.py -->", "<!-- end of uncertainty -->"
 SIGMAS = "<!-- sigmas: made by experiments/table.py -->", "<!-- end of sigmas -->"
+FRONTIER = "<!-- frontier: made by experiments/table.py -->", "<!-- end of frontier -->"
 ABLATIONS = "<!-- ablations: made by experiments/table.py -->", "<!-- end of ablations -->"
 HEAD = (
     "| result file | network | rule | top-1 before | just after the last fixing | top-1 after | "
@@ -109,6 +111,7 @@ def pages(root: Path) -> dict[Path, str]:
         },
         page: {
             TARGETS: targets.table(experiments, "../"),
+            FRONTIER: frontier.caption(experiments),
             (START, END): table(experiments / "results"),
             SIGMAS: sigmas(root),
             ABLATIONS: ablations(experiments),

@@ -119,7 +119,7 @@ def test_the_rows_on_alpha_and_on_the_prior() -> None:
 def test_every_lever_is_pulled_alone_from_the_row_it_is_for(network: str) -> None:
     row = compare.load(EXPERIMENTS / "rows" / f"{network}.toml").runs()[0].config
     base = row.override({"schedule.epochs_per_round": 1.5})
-    runs = _ablation(f"levers_{network}").runs()
+    runs = [run for run in _ablation(f"levers_{network}").runs() if run.seed == 0]
     for run in runs:
         assert run.config == base.override(run.row.settings), run.label
     assert [run.label for run in runs if run.config == base] == ["none of these"]
@@ -132,10 +132,10 @@ def test_every_lever_is_pulled_alone_from_the_row_it_is_for(network: str) -> Non
 
 
 @pytest.mark.parametrize("path", [path for path in ABLATIONS if path.stem.startswith("levers")])
-def test_levers_are_for_one_seed_and_images_that_the_network_never_saw(path: Path) -> None:
+def test_levers_are_for_images_that_the_network_never_saw(path: Path) -> None:
     plan, text = compare.load(path), path.read_text()
     assert plan.holdout == 5000
-    assert {run.seed for run in plan.runs()} == {0}
+    assert {run.seed for run in plan.runs()} == ({0, 1, 2} if "resnet20" in path.stem else {0})
     assert len({run.config for run in plan.runs()}) == len(plan.runs())
     assert "--holdout 5000" in text
     assert f"--out {plan.models[0].weights}\n" in text
@@ -326,7 +326,13 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "experiments" / "ablations" / "more.toml").write_text(TINY.replace("A tiny", "Another"))
     marks = {
         "README.md": (table.TARGETS, table.COMPARISON),
-        "docs/results.md": (table.TARGETS, (table.START, table.END), table.SIGMAS, table.ABLATIONS),
+        "docs/results.md": (
+            table.TARGETS,
+            table.FRONTIER,
+            (table.START, table.END),
+            table.SIGMAS,
+            table.ABLATIONS,
+        ),
         "docs/uncertainty.md": (table.TRUST,),
     }
     for name, pairs in marks.items():
