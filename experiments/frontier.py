@@ -1,4 +1,4 @@
-"""Draw docs/frontier.png: accuracy on the test images against bits, of everything that was measured.
+"""Draw docs/frontier.png: accuracy on the test images against bits, of all tables that have both.
 
     python experiments/frontier.py
 
@@ -98,10 +98,10 @@ def drawing(experiments: Path) -> canvas.Drawing:
     """The figure; a panel for each network of :data:`PANELS`."""
     found = points(experiments)
     asked = {target.name: target for target in targets.read(experiments / "targets.toml")}
-    for name in _lacking(found):
+    if lacking := _lacking(found):
         raise FileError(
-            f"{experiments / 'results' / name}: has no results: python experiments/results.py run {name} "
-            "makes them"
+            f"{experiments / 'results' / lacking[0]}: has no results: python experiments/results.py run "
+            f"{lacking[0]} makes them"
         )
 
     def draw(sheet: Sheet) -> None:
