@@ -8,6 +8,8 @@ in it. What the page says below the figure is made by `python experiments/table.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -44,6 +46,12 @@ KINDS = {
     QUANTISERS: ("s", 4.5),
 }
 """Marker and size of each kind, in the order of the legend."""
+
+HOW_TO_READ = (
+    "To the left is smaller, up is better; the dashed line is the network before, the shaded corner what its "
+    "target asks of accuracy and bits."
+)
+ALT = "Three clouds of points, accuracy against bits a weight; the rows of targets are at their left."
 
 
 @dataclass(frozen=True)
@@ -123,11 +131,8 @@ def drawing(experiments: Path) -> canvas.Drawing:
     return canvas.Drawing(
         key="frontier",
         title="Accuracy against bits",
-        how_to_read=(
-            "To the left is smaller, up is better; the dashed line is the network before, the shaded corner "
-            "what its target asks of accuracy and bits."
-        ),
-        alt="Three clouds of points, accuracy against bits a weight; the rows of targets are at their left.",
+        how_to_read=HOW_TO_READ,
+        alt=ALT,
         draw=draw,
         height=3.6,
     )
@@ -138,16 +143,21 @@ def caption(experiments: Path) -> str:
     found = points(experiments)
     if _lacking(found):
         return "Not measured yet."
-    figure = drawing(experiments)
     shown = [point for point in found if point.model in PANELS]
     lost = sum(point.top1 < point.start - DEPTH for point in shown)
     below = (
-        f"{figure.how_to_read} A point is the mean of a line's seeds, the stroke through it their standard "
+        f"{HOW_TO_READ} A point is the mean of a line's seeds, the stroke through it their standard "
         f"deviation; {len(shown)} lines of the tables of test images, of which {lost} lie more than "
-        f"{DEPTH:g} points below the start, where a panel ends. Training differs from point to point: the "
-        "tables say how."
+        f"{DEPTH:g} points below the start, where a panel ends. A few settings are in two tables. Training "
+        "differs from point to point: the tables say how."
     )
-    return f"![{figure.alt}]({PICTURE.name})\n\n{below}"
+    return f"![{ALT}]({PICTURE.name})\n\n{below}"
+
+
+def fingerprint(experiments: Path) -> str:
+    """Of all points: the picture carries it, so that one of other results is found out."""
+    plain = [dataclasses.astuple(point) for point in points(experiments)]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
 
 def _lacking(found: Sequence[Point]) -> list[str]:
@@ -186,7 +196,8 @@ def _panel(panel: Axes, own: Sequence[Point], target: targets.Target, start: flo
 def main() -> int:
     """The command; its status."""
     try:
-        canvas.png(drawing(ROOT / "experiments"), ROOT / PICTURE)
+        experiments = ROOT / "experiments"
+        canvas.png(drawing(experiments), ROOT / PICTURE, note=fingerprint(experiments))
     except PwfnError as error:
         print(f"frontier: {error}", file=sys.stderr)
         return error.exit_status

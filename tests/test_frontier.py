@@ -8,6 +8,7 @@ from typing import Any
 
 import frontier
 import pytest
+from PIL import Image
 
 from pwfn.errors import FileError
 from pwfn.report.figures import canvas
@@ -86,3 +87,15 @@ def test_a_row_without_results_is_named_and_the_page_says_so(root: Path) -> None
     ):
         frontier.drawing(root)
     assert frontier.caption(root) == "Not measured yet."
+
+
+def test_the_picture_in_the_docs_is_of_the_results_that_are_there() -> None:
+    with Image.open(frontier.ROOT / frontier.PICTURE) as picture:
+        assert picture.info["Description"] == frontier.fingerprint(frontier.ROOT / "experiments")
+
+
+def test_another_result_is_another_picture(root: Path) -> None:
+    before = frontier.fingerprint(root)
+    assert frontier.fingerprint(root) == before
+    _table(root, "resnet20", "cifar_resnet20", _line("pwfn", 1.5, 0.9491))
+    assert frontier.fingerprint(root) != before

@@ -22,7 +22,7 @@ class Stream:
 
 @dataclass
 class Device:
-    """As torch 2.11 is: what a failed recording began is not ended, neither stream nor generator."""
+    """As torch can be: what a failed recording began is not ended, neither stream nor generator."""
 
     stream: Stream = field(default_factory=Stream)
     capturing: bool = False

@@ -79,12 +79,12 @@ class RecordedStep:
 def _leave_as_it_was(stream: torch.cuda.Stream) -> None:
     """After a recording that failed: the caller's stream and torch's random numbers.
 
-    torch leaves the stream that it recorded on as the current one, and (seen in 2.11) its generator as if it
-    were recorded still, so that no later draw of the caller's succeeds. A recording that ends well sets
-    the generator right; it has one kernel, because torch warns of an empty one.
+    torch goes back to that stream only where a recording ends well; and so, where it keeps one mark for all
+    recordings, is its generator released, from which the caller could not draw until then. So one is made
+    that does, of one kernel, because torch warns of an empty one.
     """
     torch.cuda.set_stream(stream)
-    room = torch.zeros(1, device=stream.device)
-    # Were this to fail too: the error that is on its way says more than a second one.
-    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        room.zero_()
+    with contextlib.suppress(RuntimeError):  # the error that is on its way says more than a second one
+        room = torch.zeros(1, device=stream.device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            room.zero_()

@@ -100,10 +100,11 @@ def svg(drawing: Drawing) -> str:
     return _for_a_page(buffer.getvalue(), drawing)
 
 
-def png(drawing: Drawing, path: Path, dots_per_inch: int = 160) -> None:
-    """As a picture on white."""
+def png(drawing: Drawing, path: Path, dots_per_inch: int = 160, note: str = "") -> None:
+    """As a picture on white; the note is kept in the file, as its description."""
+    how: dict[str, Any] = {"dpi": dots_per_inch, "facecolor": "white", "metadata": {"Description": note}}
     with replacing(path) as temporary:
-        _drawn(drawing, temporary, format="png", dpi=dots_per_inch, facecolor="white", salt=drawing.key)
+        _drawn(drawing, temporary, format="png", salt=drawing.key, **how)
 
 
 def _drawn(drawing: Drawing, target: Any, *, salt: str, **how: Any) -> None:
