@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from pwfn import PAPER_FRACTIONS, FixResult, __version__, candidates, fix_round
-from pwfn.clustering import target_count
+from pwfn.fixing.fix_round import target_count
 
 RULES = ("each", "mean", "nearest")
 LAYERS = 20

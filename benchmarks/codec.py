@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pwfn import Compressed, Layout, codec
-from pwfn.fileformat import Reader, load, save
+from pwfn import Compressed, Layout
+from pwfn.file import coder as codec
+from pwfn.file.format import Reader, load, save
 
 SETTINGS = ((1.8, 22), (2.5, 155), (3.4, 325))
 DECODE_TARGET, ENCODE_TARGET = 30e6, 60e6  # weights a second

@@ -28,8 +28,9 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from pwfn import Compressed, Config, GaussianNetwork, models
+from pwfn import Compressed, Config, GaussianNetwork
 from pwfn.export import OnnxExport, to_onnx
+from pwfn.zoo import models
 
 NETWORKS = ("mobilenetv2_100", "resnet18", "deit_tiny_patch16_224")
 THREADS = 2

@@ -38,16 +38,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn import Config, compare, methods, models
-from pwfn.batches import Batch
-from pwfn.data import DataOptions, open_source
-from pwfn.randomness import seeded
-from pwfn.recorded import RecordedStep
+from pwfn import Config
+from pwfn.bayes.batches import Batch
+from pwfn.bayes.cuda_graph import RecordedStep
+from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.objective import autocast
+from pwfn.bayes.randomness import seeded
+from pwfn.bayes.train import reestimate_batchnorm, stepper_for
+from pwfn.config import Precision
+from pwfn.lab import baselines as methods
+from pwfn.lab import compare
 from pwfn.rounds import Run
-from pwfn.scoring import autocast
-from pwfn.sections import Precision
-from pwfn.team import Team
-from pwfn.training import reestimate_batchnorm, stepper_for
+from pwfn.zoo import models
+from pwfn.zoo.data import DataOptions, open_source
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = {path.stem: path for path in sorted((ROOT / "experiments" / "imagenet").glob("*.toml"))}
@@ -93,14 +96,14 @@ class Ours:
         images, config = case.images(), case.config
         scored = [images] * SCORED_BATCHES
         self.run = Run(
-            case.model(), [images], scored, config, Team(case.device), F.cross_entropy, None, False
+            case.model(), [images], scored, config, Distributed(case.device), F.cross_entropy, None, False
         )
         self.run.begin(self.run.net)
         self.net = self.run.net.train()
         self.net.between(1, 0.5)
         optimizer = self.net.optimizer(0, alone=True)
         self._stepper = stepper_for(
-            self.net, self.run.objective, config.training, optimizer, self.run.team, 0
+            self.net, self.run.objective, config.training, optimizer, self.run.distributed, 0
         )
         self._batches = self.run.train.endless()
 

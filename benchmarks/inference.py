@@ -45,8 +45,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwfn import Config, GaussianNetwork, __version__
-from pwfn.models import create
 from pwfn.runtime import indexed_linear, memory_report
+from pwfn.zoo.models import create
 
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
 INPUTS = (1, 4, 16, 32)

@@ -4,7 +4,7 @@
 
 One JSON line a case. A step is forward, backward, clipping to norm 1 and SGD with momentum, on one
 batch that lies on the device; for CUDA in bfloat16 autocast and channels-last, on a CPU in float32.
-Ours is the loop of a run (``pwfn.training.fit``) with half of the weights fixed. ``ratio`` is our
+Ours is the loop of a run (``pwfn.bayes.train.fit``) with half of the weights fixed. ``ratio`` is our
 time over the rival's, each a median of blocks of steps that take turns in the same process;
 ``ours_bytes`` and ``rival_bytes`` are the peak of the device's memory over a few steps, each measured
 with the other not there (0 on a CPU).
@@ -39,11 +39,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from pwfn import Config, GaussianNetwork, models
-from pwfn.batches import Batch
-from pwfn.flat import FlatSGD
-from pwfn.scoring import Objective, autocast
-from pwfn.training import fit
+from pwfn import Config, GaussianNetwork
+from pwfn.bayes.batches import Batch
+from pwfn.bayes.objective import Objective, autocast
+from pwfn.bayes.optimizer import FlatSGD
+from pwfn.bayes.train import fit
+from pwfn.zoo import models
 
 LR, MOMENTUM, DECAY, CLIP = 1e-3, 0.9, 1e-4, 1.0
 CASES = {  # network, image side, classes, batch

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from pwfn import Config, load, methods
-from pwfn.filescores import evaluate_file
-from pwfn.inspection import inspect
-from pwfn.options import RunOptions
-from pwfn.runs import run
-from pwfn.watching import Lines
+from pwfn import Config, load
+from pwfn.evaluate.inspect import inspect
+from pwfn.lab import baselines as methods
+from pwfn.run.console import Lines
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions
+from pwfn.run.scores import evaluate_file
 
 SHOWN = (
     "top1_start",

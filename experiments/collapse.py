@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pwfn import compare
 from pwfn.errors import FileError, PwfnError
-from pwfn.observed import Moment, Observed
+from pwfn.evaluate.trace import Moment, Observed
+from pwfn.file.storage import replacing
+from pwfn.lab import compare
 from pwfn.report.figures import canvas, sigmas
 from pwfn.report.reading import read_run
-from pwfn.storage import replacing
 
 NAMES = ("alpha_resnet20", "collapse_resnet20")
 ROOT = Path(__file__).resolve().parent.parent

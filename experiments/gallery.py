@@ -19,13 +19,14 @@ from pathlib import Path
 from chromium import Browser, find_browser
 from safetensors.torch import save_file
 
-from pwfn import data, demo
-from pwfn.filescores import assess_file
-from pwfn.options import RunOptions
 from pwfn.report import write
 from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
-from pwfn.runs import run
+from pwfn.run import demo
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions
+from pwfn.run.scores import assess_file
+from pwfn.zoo import data
 
 PRESETS = ("recommended", "paper")
 WIDTHS = (390, 1440)

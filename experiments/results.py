@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pwfn import compare
-from pwfn.checks import hint
-from pwfn.compare.measuring import ASKED, digest, read_json, unfinished
+from pwfn.config.checks import hint
 from pwfn.errors import ConfigError, FileError, PwfnError
-from pwfn.storage import make_folder, replacing
+from pwfn.file.storage import make_folder, replacing
+from pwfn.lab import compare
+from pwfn.lab.compare.measuring import ASKED, digest, read_json, unfinished
 
 MOST_BYTES = 3_000_000
 """Of a file that is kept in the repository."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pwfn import compare
-from pwfn.checks import hint
-from pwfn.compare.measuring import settings_differ
-from pwfn.compare.table import Figure
+from pwfn.config.checks import hint
 from pwfn.errors import ConfigError
+from pwfn.lab import compare
+from pwfn.lab.compare.measuring import settings_differ
+from pwfn.lab.compare.table import Figure
 
 # Of sums of floating-point numbers: far less than the third of an image in 10,000 that means can differ by.
 ROUNDING = 1e-9

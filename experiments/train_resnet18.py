@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from pwfn import data, scratch
-from pwfn.models import data_config
+from pwfn.lab import pretrain as scratch
+from pwfn.zoo import data
+from pwfn.zoo.models import data_config
 
 
 def main() -> None:

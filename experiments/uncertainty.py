@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from uncertainty_table import AS_IT_IS, table
 
-from pwfn import Compressed, Config, load, models
-from pwfn.data import DataOptions, open_source
-from pwfn.opening import network_of, preparation_of
-from pwfn.options import RunOptions
-from pwfn.runs import run
-from pwfn.uncertainty import Assessment, Rival, assess, open_outside, settled_by
-from pwfn.uncertainty.settling import why_not
-from pwfn.watching import Lines
+from pwfn import Compressed, Config, load
+from pwfn.evaluate import Assessment, Rival, assess, open_outside, settled_by
+from pwfn.evaluate.recalibration import why_not
+from pwfn.run.console import Lines
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions
+from pwfn.run.resolve import network_of, preparation_of
+from pwfn.zoo import models
+from pwfn.zoo.data import DataOptions, open_source
 
 RESULTS = Path(__file__).resolve().parent / "results" / "uncertainty"
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 def study(options: argparse.Namespace, variant: str, seed: int) -> None:
     """One run, and all that is asked of its file."""
-    from pwfn.options import settings
+    from pwfn.run.options import settings
 
     name = f"{options.model}_{variant.replace(' ', '_')}_seed{seed}"
     config: Config = settings(None, None, options.changes, seed).override(VARIANTS[variant])

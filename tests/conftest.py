@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from pwfn import cli
-from pwfn.methods import Look
+from pwfn.lab.baselines import Look
 
 Call = Callable[..., tuple[int, str, str]]
 

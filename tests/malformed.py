@@ -20,7 +20,7 @@ import zstandard
 from torch import Tensor, nn
 
 from pwfn import Compressed, Layout
-from pwfn.fileformat import Posterior, dumps
+from pwfn.file.format import Posterior, dumps
 from pwfn.layout import untouched
 
 DTYPES = (

@@ -15,9 +15,9 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn import LayoutError
-from pwfn.activations import ActivationKind, attach, describe, observing, plan
-from pwfn.activations.quantising import ActivationQuantiser
 from pwfn.errors import WeightError
+from pwfn.lab.activations import ActivationKind, attach, describe, observing, plan
+from pwfn.lab.activations.quantising import ActivationQuantiser
 from pwfn.layout import Layout
 
 KINDS = [ActivationKind.LSQ, ActivationKind.LSQ_PLUS, ActivationKind.APOT]

@@ -50,7 +50,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("observed",),
     ("costs",),
     ("inspection",),
-    ("batches", "randomness", "team"),
+    ("batches", "randomness", "distributed"),
     ("opening",),
     ("scoring", "recorded"),
     ("uncertainty",),
@@ -123,10 +123,10 @@ def test_the_reader_of_imports_sees_all_of_them(tmp_path: Path) -> None:
     file = tmp_path / "sample.py"
     file.write_text(
         "import pwfn.cli\nfrom pwfn import pow2, __version__\n"
-        "def f():\n    from pwfn.training import fit\n    import timm.models\n"
+        "def f():\n    from pwfn.bayes.train import fit\n    import timm.models\n"
     )
     assert list(rooms_imported(file)) == ["cli", "pow2", "", "training"]
-    assert [module for module, _ in imports(file)] == ["pwfn.cli", "pwfn", "pwfn.training", "timm.models"]
+    assert [module for module, _ in imports(file)] == ["pwfn.cli", "pwfn", "pwfn.bayes.train", "timm.models"]
 
 
 def test_no_room_for_odds_and_ends() -> None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode
 
 from pwfn import LayoutError
-from pwfn.activations import (
+from pwfn.errors import WeightError
+from pwfn.lab.activations import (
     ActivationKind,
     attach,
     capturing,
@@ -23,12 +24,11 @@ from pwfn.activations import (
     plan_capture,
     similarity_distance,
 )
-from pwfn.activations.attention import Rectification, attention
-from pwfn.activations.similarity import similarity
-from pwfn.errors import WeightError
+from pwfn.lab.activations.attention import Rectification, attention
+from pwfn.lab.activations.similarity import similarity
 from pwfn.layout import Layout
-from pwfn.models import digits_resnet, ready_torchvision
-from pwfn.models.vit import VisionTransformer
+from pwfn.zoo.models import digits_resnet, ready_torchvision
+from pwfn.zoo.models.vit import VisionTransformer
 
 
 def own_vit() -> nn.Module:

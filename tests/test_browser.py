@@ -13,7 +13,7 @@ import pytest
 from chromium import Browser, BrowserError, Tab, find_browser
 from test_report import make_run
 
-from pwfn.inspection import TensorFacts, inspect
+from pwfn.evaluate.inspect import TensorFacts, inspect
 from pwfn.report import write
 
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn import Config, FileError, Progress, Result, compress
-from pwfn.checkpoint import Store, from_plain, to_plain
+from pwfn.run.checkpoint import Store, from_plain, to_plain
 
 # Sigma learns and fixed weights are drawn too: the most that can go astray.
 CONFIG = Config().override(

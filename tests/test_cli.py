@@ -16,10 +16,12 @@ import pytest
 import torch
 
 import pwfn
-from pwfn import Config, GaussianNetwork, cli, data, demo
+from pwfn import Config, GaussianNetwork, cli
 from pwfn.errors import FileError, PwfnError
-from pwfn.inspection import inspect as inspect_file
-from pwfn.models import digits_resnet
+from pwfn.evaluate.inspect import inspect as inspect_file
+from pwfn.run import demo
+from pwfn.zoo import data
+from pwfn.zoo.models import digits_resnet
 
 WEIGHTS = 9 * (1 * 16 + 2 * 16 * 16 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64) + 64 * 10 + 10
 """Seven 3×3 convolutions without biases, and the linear layer with its bias."""

@@ -15,9 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from pwfn import PAPER_FRACTIONS, FixResult, PwfnError, clustering_free, fix_round
-from pwfn.clustering import relative_moves, target_count
-from pwfn.sections import Rule
+from pwfn import PAPER_FRACTIONS, FixResult, PwfnError, fix_round
+from pwfn.config import Rule
+from pwfn.fixing import select as clustering_free
+from pwfn.fixing.fix_round import relative_moves, target_count
 
 RULES = ("mean", "each", "nearest")
 SWEEPS = (None, 2.0, 16.0)

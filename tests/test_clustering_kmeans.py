@@ -15,7 +15,7 @@ from torch import Tensor
 from waiting import NoWaiting
 
 from pwfn import WeightError
-from pwfn import clustering_kmeans as kmeans
+from pwfn.lab.baselines import kmeans_clusters as kmeans
 
 
 def normal(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor
 from waiting import NoWaiting
 
 from pwfn import PAPER_FRACTIONS, WeightError
-from pwfn import clustering_wfn as wfn
-from pwfn.clustering_wfn import Pull
-from pwfn.pow2 import candidates as pow2_candidates
-from pwfn.pow2 import order
+from pwfn.fixing.candidates import candidates as pow2_candidates
+from pwfn.fixing.candidates import order
+from pwfn.lab.baselines import wfn_rounds as wfn
+from pwfn.lab.baselines.wfn_rounds import Pull
 
 SMALLEST = 2.0**-7
 

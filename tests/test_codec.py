@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pwfn import codec
-from pwfn.codec import Table
 from pwfn.errors import FileError
+from pwfn.file import coder as codec
+from pwfn.file.coder import Table
 
 counts_lists = st.lists(st.integers(0, 400), min_size=1, max_size=40).filter(any)
 

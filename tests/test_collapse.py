@@ -10,10 +10,10 @@ import collapse
 import pytest
 
 from pwfn.errors import FileError
-from pwfn.observed import Histogram, Moment, Observed
-from pwfn.options import RunOptions
+from pwfn.evaluate.trace import Histogram, Moment, Observed
 from pwfn.report.reading import read_run
-from pwfn.runs import run
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions
 
 NAME = "alpha_resnet20"
 PLAN = """

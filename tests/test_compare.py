@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from pwfn import Compressed, Config, ConfigError, Layout, compare, load
-from pwfn.compare import measuring, paper, running
-from pwfn.compare.measuring import Mark, Marks
-from pwfn.compare.plan import Plan, Run
-from pwfn.compare.running import (
+from pwfn import Compressed, Config, ConfigError, Layout, load
+from pwfn.lab import compare
+from pwfn.lab.compare import measuring, paper, running
+from pwfn.lab.compare.measuring import Mark, Marks
+from pwfn.lab.compare.plan import Plan, Run
+from pwfn.lab.compare.running import (
     COMPLAINTS,
     CutOffError,
     Process,
@@ -31,11 +32,11 @@ from pwfn.compare.running import (
     epochs_trained,
     start_process,
 )
-from pwfn.filescores import evaluate_file
 from pwfn.layout import Entry, Kind, untouched
-from pwfn.models import digits_resnet
-from pwfn.options import RunOptions, settings
-from pwfn.watching import duration
+from pwfn.run.console import duration
+from pwfn.run.options import RunOptions, settings
+from pwfn.run.scores import evaluate_file
+from pwfn.zoo.models import digits_resnet
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pwfn import Compressed, GaussianNetwork, Layout, LayoutError, WeightError
-from pwfn.models import digits_resnet, ready_torchvision
+from pwfn.zoo.models import digits_resnet, ready_torchvision
 
 
 class Tied(nn.Module):

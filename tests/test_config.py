@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pwfn.config import METHOD_SETTINGS, PRESETS, Config
-from pwfn.errors import ConfigError, PwfnError
-from pwfn.methods.protocol import rounds_of_fixing
-from pwfn.sections import (
+from pwfn.bayes.method import rounds_of_fixing
+from pwfn.config import (
+    METHOD_SETTINGS,
     PAPER_FRACTIONS,
+    PRESETS,
     ClusteringConfig,
     Codebooks,
+    Config,
     Decay,
     FinishConfig,
     FixedSigma,
@@ -36,6 +37,7 @@ from pwfn.sections import (
     TrainingConfig,
     WfnConfig,
 )
+from pwfn.errors import ConfigError, PwfnError
 
 SECTIONS: dict[str, type] = {
     "layout": LayoutConfig,

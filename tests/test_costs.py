@@ -17,9 +17,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pwfn import DataError, FileError, Layout, LayoutError, metrics
-from pwfn.compressed import Compressed
-from pwfn.costs import (
+from pwfn import DataError, FileError, Layout, LayoutError
+from pwfn.evaluate import entropy as metrics
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import Reader
+from pwfn.lab.costs import (
     ASSUMPTIONS,
     PAIRS,
     Arithmetic,
@@ -30,9 +32,8 @@ from pwfn.costs import (
     cost_sheet,
     count_products,
 )
-from pwfn.fileformat import Reader
 from pwfn.layout import untouched
-from pwfn.models.names import OWN
+from pwfn.zoo.models.names import OWN
 
 VALUES = torch.tensor([0.0, 0.5, -0.25, 0.375, 0.6875, 0.3])  # orders 0, 1, 1, 2, 3, and many
 

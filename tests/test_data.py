@@ -22,11 +22,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
 
-from pwfn import DataError, data
-from pwfn.data import DataOptions, Epochs, Repeated, TensorLoader, open_source
-from pwfn.data.cifar import _ArrayUnpickler
-from pwfn.data.epochs import shares
-from pwfn.data.tensors import crop_and_flip
+from pwfn import DataError
+from pwfn.zoo import data
+from pwfn.zoo.data import DataOptions, Epochs, Repeated, TensorLoader, open_source
+from pwfn.zoo.data.cifar import _ArrayUnpickler
+from pwfn.zoo.data.epochs import shares
+from pwfn.zoo.data.tensors import crop_and_flip
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
 
@@ -111,7 +112,7 @@ def make_cifar100(folder: Path) -> str:
 
 LOADERS = """
 import torch
-from pwfn.data import TensorLoader
+from pwfn.zoo.data import TensorLoader
 def loaders():
     images, targets = torch.arange(12.0).view(12, 1, 1, 1), torch.arange(12)
     return TensorLoader(images, targets, 4, shuffle=True), list(zip(images.split(3), targets.split(3)))

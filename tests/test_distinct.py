@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pwfn.distinct import counted, distinct
+from pwfn.fixing.unique import counted, distinct
 
 
 def drawn(size: int, kinds: int, *, rare: bool) -> torch.Tensor:

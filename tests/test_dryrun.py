@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pwfn import Config, DataError, PwfnError
-from pwfn.dryrun import Forecast, forecast
+from pwfn.bayes.pwfn import Pwfn
 from pwfn.errors import TooLargeError
-from pwfn.methods.pwfn import Pwfn
-from pwfn.models import digits_resnet
-from pwfn.options import RunOptions
-from pwfn.runs import run
+from pwfn.run.folder import run
+from pwfn.run.forecast import Forecast, forecast
+from pwfn.run.options import RunOptions
+from pwfn.zoo.models import digits_resnet
 
 UNTRAINED = Config().override(
     {

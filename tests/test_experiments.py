@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pwfn import Config, compare
+from pwfn import Config
+from pwfn.lab import compare
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*.json"))

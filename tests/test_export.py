@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pwfn import Compressed, Config, FileError, GaussianNetwork, Layout, LayoutError, PwfnError
 from pwfn.export import from_file, to_onnx, to_safetensors, to_torch
 from pwfn.export import onnx as module_under_test
-from pwfn.models import create, digits_resnet
+from pwfn.zoo.models import create, digits_resnet
 
 SMALL = 256  # weights; smaller tensors stay dense
 
@@ -581,7 +581,7 @@ def test_a_file_may_not_choose_code_to_run(digits: Path, tmp_path: Path) -> None
     ran = tmp_path / "ran"
     code = tmp_path / "code.py"
     code.write_text(
-        f"import pathlib\nfrom pwfn.models import digits_resnet\npathlib.Path({str(ran)!r}).touch()\n"
+        f"import pathlib\nfrom pwfn.zoo.models import digits_resnet\npathlib.Path({str(ran)!r}).touch()\n"
         "def net():\n    return digits_resnet()\n"
     )
     named = f"python:{code}:net"

@@ -21,11 +21,10 @@ from test_runs import KEPT, QUICK, options
 from torch import nn
 
 from pwfn import Compressed, Config, FileError, Layout, PwfnError, load
-from pwfn.clustering import Move
+from pwfn.evaluate.entropy import entropy_bits, per_attention_part
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Observed
+from pwfn.fixing.fix_round import Move
 from pwfn.layout import untouched
-from pwfn.metrics import entropy_bits, per_attention_part
-from pwfn.models.vit import VisionTransformer
-from pwfn.observed import BINS_PER_OCTAVE, Histogram, Moment, Observed
 from pwfn.report.figures import (
     STYLE,
     Figure,
@@ -40,7 +39,8 @@ from pwfn.report.figures import (
     sizes,
 )
 from pwfn.report.reading import RunData, names, read_run
-from pwfn.runs import run
+from pwfn.run.folder import run
+from pwfn.zoo.models.vit import VisionTransformer
 
 SVG = "{http://www.w3.org/2000/svg}"
 PAPER_SIGMA: dict[str, Any] = {

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import pwfn
 from pwfn import Compressed, FileError, Layout, LayoutError
-from pwfn.codec import Table
-from pwfn.compressed import Division
-from pwfn.fileformat import Posterior, Reader, dumps, load, save
+from pwfn.file.coder import Table
+from pwfn.file.compressed import Division
+from pwfn.file.format import Posterior, Reader, dumps, load, save
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -233,7 +233,7 @@ def test_golden_files(stem: str, path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name, facts in expected["dense"].items():
         tensor = torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"].removeprefix("torch.")))
         assert bits(tensor) == bits(found.dense_state_dict()[name]), name
-    monkeypatch.setattr("pwfn.fileformat.WRITER", Reader(golden).header.writer)
+    monkeypatch.setattr("pwfn.file.format.WRITER", Reader(golden).header.writer)
     found.save(path, posterior=Reader(golden).header.posterior)
     assert path.read_bytes() == golden.read_bytes()
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn import Config, GaussianNetwork, compress
-from pwfn.batches import Batch
+from pwfn.bayes.batches import Batch
+from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.objective import Objective
+from pwfn.bayes.optimizer import FlatAdamW, FlatOptimizer, FlatSGD
+from pwfn.bayes.train import fit
+from pwfn.config import TrainingConfig
 from pwfn.errors import ConfigError, WeightError
-from pwfn.flat import FlatAdamW, FlatOptimizer, FlatSGD
-from pwfn.models import digits_resnet
-from pwfn.scoring import Objective
-from pwfn.sections import TrainingConfig
-from pwfn.team import Team
-from pwfn.training import fit
+from pwfn.zoo.models import digits_resnet
 
 CPU = torch.device("cpu")
 PAPER_SIGMA: dict[str, Any] = {
@@ -400,7 +400,7 @@ def test_what_takes_several_draws_is_refused(change: dict[str, Any]) -> None:
             TrainingConfig(**change),
             optimizer=flat(net, FlatSGD),
             where="here",
-            team=Team(CPU),
+            distributed=Distributed(CPU),
         )
 
 

@@ -39,7 +39,7 @@ from oracles.fileformat import WIDTHS
 from oracles.fileformat import leb128 as leb128_numbers
 
 from pwfn import Compressed, PwfnError
-from pwfn.fileformat import Posterior, Reader, dumps, load
+from pwfn.file.format import Posterior, Reader, dumps, load
 
 BASES = ("centre", "weight", "none", "channels_weight", "layers", "float64", "one_flat_layer", "own_sigmas")
 MOST_SECONDS = 1.0

@@ -17,8 +17,10 @@ import pytest
 import torch
 from imagenet import table
 
-from pwfn import Config, compare, models
-from pwfn.compare import paper
+from pwfn import Config
+from pwfn.lab import compare
+from pwfn.lab.compare import paper
+from pwfn.zoo import models
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = sorted((ROOT / "experiments" / "imagenet").glob("*.toml"))

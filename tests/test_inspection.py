@@ -14,7 +14,7 @@ import zstandard
 from torch import nn
 
 from pwfn import Compressed, Layout
-from pwfn.inspection import FileFacts, inspect, lines
+from pwfn.evaluate.inspect import FileFacts, inspect, lines
 
 
 class Small(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pwfn import Config, GaussianNetwork, Layout, LayoutError
 from pwfn.layout import Attention, Kind, untouched
-from pwfn.models import digits_resnet, ready_torchvision, timm_model
+from pwfn.zoo.models import digits_resnet, ready_torchvision, timm_model
 
 
 def scramble(model: nn.Module) -> nn.Module:

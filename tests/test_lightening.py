@@ -16,13 +16,13 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.nn.utils.parametrizations import weight_norm
 
 from pwfn import Compressed, Config, GaussianNetwork, Progress, Result, WeightError, compress, load
-from pwfn.checkpoint import Store
-from pwfn.data.epochs import Repeated
+from pwfn.bayes.fold_batchnorm import fold_batchnorm, lighten, round_rest
+from pwfn.config import FinishConfig, Rest
 from pwfn.export.onnx import to_onnx
-from pwfn.fileformat import dumps
-from pwfn.lightening import fold_batchnorm, lighten, round_rest
+from pwfn.file.format import dumps
 from pwfn.rounds import Run
-from pwfn.sections import FinishConfig, Rest
+from pwfn.run.checkpoint import Store
+from pwfn.zoo.data.epochs import Repeated
 
 CONVOLUTIONS: dict[int, tuple[type, type]] = {
     1: (nn.Conv1d, nn.BatchNorm1d),

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn import Config, compress
-from pwfn.batches import Source
+from pwfn.bayes.batches import Source
+from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.gaussian import SIGMA_FLOOR, GaussianNetwork
+from pwfn.bayes.objective import Objective
+from pwfn.bayes.pwfn import Pwfn
+from pwfn.bayes.sensitivity import Looking
 from pwfn.errors import WeightError
-from pwfn.looking import Looking
-from pwfn.methods.pwfn import Pwfn
-from pwfn.posterior import SIGMA_FLOOR, GaussianNetwork
-from pwfn.scoring import Objective
-from pwfn.team import Team
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
@@ -50,7 +50,7 @@ def looking(changes: dict[str, Any] | None = None) -> tuple[Pwfn, Looking]:
     config = Config().override({**SETTINGS, **(changes or {})})
     task = Objective(F.cross_entropy)
     source = Source("train_loader", batches(), CPU)
-    return Pwfn(network(), config), Looking(source, task, task, config, Team(CPU))
+    return Pwfn(network(), config), Looking(source, task, task, config, Distributed(CPU))
 
 
 def with_sigma(net: Pwfn, sigma: float) -> None:
@@ -78,7 +78,9 @@ def test_noise_raises_it_and_the_same_noise_is_drawn_at_every_call() -> None:
         assert found.look(net).loss(4) == values[-1]
     assert values == sorted(values)
     other, elsewhere = Pwfn(network(), Config(seed=1).override(SETTINGS)), looking()[1]
-    elsewhere = Looking(elsewhere.train, elsewhere.task, elsewhere.scored, other.config, elsewhere.team)
+    elsewhere = Looking(
+        elsewhere.train, elsewhere.task, elsewhere.scored, other.config, elsewhere.distributed
+    )
     with_sigma(other, 1.0)
     assert elsewhere.look(other).loss(4) != values[3]
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pwfn import Config, GaussianNetwork, PwfnError
-from pwfn.merging import merged
+from pwfn.fixing.codebook import merged
 
 
 def literal(values: list[float], most: int) -> list[float]:

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pwfn
-from pwfn import Compressed, Config, ConfigError, Layout, WeightError, compress, load, methods
-from pwfn.checkpoint import Store
-from pwfn.clustering_wfn import relative_distance
-from pwfn.data.epochs import Repeated
+from pwfn import Compressed, Config, ConfigError, Layout, WeightError, compress, load
+from pwfn.config import MethodName
 from pwfn.export.onnx import to_onnx
-from pwfn.methods import Method
-from pwfn.models.vit import VisionTransformer
-from pwfn.sections import MethodName
+from pwfn.lab import baselines as methods
+from pwfn.lab.baselines import Method
+from pwfn.lab.baselines.wfn_rounds import relative_distance
+from pwfn.run.checkpoint import Store
+from pwfn.zoo.data.epochs import Repeated
+from pwfn.zoo.models.vit import VisionTransformer
 
 ROOT = Path(pwfn.__file__).parent
 NAMES = list(MethodName)
@@ -394,7 +395,7 @@ def test_a_state_of_another_network_is_not_adopted(
 def test_the_learning_rate_falls_along_half_a_cosine_over_the_whole_run(convnet: nn.Module) -> None:
     rates: list[float] = []
     config = settings("lsq", schedule__epochs=2.0, training__learning_rate=0.1)
-    compress(convnet, TRAIN, config=config, on_pulse=lambda now: rates.append(now.learning_rate))
+    compress(convnet, TRAIN, config=config, on_step=lambda now: rates.append(now.learning_rate))
     assert rates[0] <= 0.1
     assert rates == sorted(rates, reverse=True)
     last = 0.1 * (1 + math.cos(math.pi * 19 / 20)) / 2
@@ -410,7 +411,7 @@ def test_the_learning_rate_falls_over_each_round_of_a_method_with_rounds(convnet
         seen.clear()
         chosen = config.override({"training.fused": fused})
         compress(
-            convnet, TRAIN, config=chosen, on_pulse=lambda now: seen.update({now.stage: now.learning_rate})
+            convnet, TRAIN, config=chosen, on_step=lambda now: seen.update({now.stage: now.learning_rate})
         )
         last = 0.1 * (1 + math.cos(math.pi * 9 / 10)) / 2
         assert seen["round 2 of 3"] == pytest.approx(last)
@@ -436,7 +437,7 @@ def test_a_run_gone_on_with_at_another_learning_rate_has_that(convnet: nn.Module
     lower = config.override({"training.learning_rate": 1e-5})
     progress: pwfn.Progress = caught.value.progress  # type: ignore[attr-defined]  # every error has it
     compress(
-        convnet, TRAIN, config=lower, resume=progress, on_pulse=lambda now: rates.append(now.learning_rate)
+        convnet, TRAIN, config=lower, resume=progress, on_step=lambda now: rates.append(now.learning_rate)
     )
     assert set(rates) == {1e-5}
 
@@ -448,7 +449,7 @@ def test_the_command_line_has_every_method(name: str, call: Call, tmp_path: Path
         file = tmp_path / "net.py"
         file.write_text(
             "import torch\n"
-            "from pwfn.models.vit import VisionTransformer\n"
+            "from pwfn.zoo.models.vit import VisionTransformer\n"
             "def make():\n"
             "    return VisionTransformer(image_size=8, patch=2, width=12, depth=1, heads=3)\n"
             "def data():\n"

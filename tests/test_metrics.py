@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pwfn import Layout, LayoutError
-from pwfn.layout import Attention, Entry, Kind
-from pwfn.metrics import (
+from pwfn.evaluate.entropy import (
     Pool,
     entropy_bits,
     inner_entries,
@@ -24,6 +23,7 @@ from pwfn.metrics import (
     per_input_channel,
     summarise,
 )
+from pwfn.layout import Attention, Entry, Kind
 
 FEW = st.lists(st.integers(-4, 4).map(lambda n: n / 8), min_size=1, max_size=40)
 

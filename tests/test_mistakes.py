@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from pwfn import Config, GaussianNetwork, models
-from pwfn.options import RunOptions
-from pwfn.runs import run
+from pwfn import Config, GaussianNetwork
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions
+from pwfn.zoo import models
 
 RUN = ("compress", "--weights", "random", "--device", "cpu", "--workers", "0", "--batch-size", "8")
 SETTINGS = (

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pwfn import FileError, GaussianNetwork, Layout, PwfnError
-from pwfn.models import (
+from pwfn.zoo.models import (
     INPUT_SHAPES,
     OWN,
     DataConfig,
@@ -315,7 +315,7 @@ def test_torchvision_is_made_ready_once() -> None:
 def test_timm_is_imported_only_on_demand() -> None:
     """Importing the package in a fresh interpreter loads neither timm nor torchvision nor transformers."""
     code = (
-        "import sys, pwfn, pwfn.models; pwfn.models.create('digits_resnet'); "
+        "import sys, pwfn, pwfn.zoo.models; pwfn.zoo.models.create('digits_resnet'); "
         "print(sorted({'timm', 'torchvision', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

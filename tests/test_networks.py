@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from pwfn import cli, load
-from pwfn.metrics import per_attention_part
+from pwfn.evaluate.entropy import per_attention_part
 from pwfn.report.figures import figures
 from pwfn.report.reading import read_run
 

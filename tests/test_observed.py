@@ -16,14 +16,10 @@ from test_checkpoint import CONFIG, STEPS, CutOffError, Shuffled, network
 from test_runs import QUICK, KilledError, options
 from torch import Tensor, nn
 
-from pwfn import Config, Progress, Result, compress, models, rounds
-from pwfn.checkpoint import Store, from_plain, to_plain
-from pwfn.clustering import FixRecord, Move
-from pwfn.layout import Entry, Kind, Layout
-from pwfn.methods.baseline import Baseline
-from pwfn.methods.protocol import InForce
-from pwfn.methods.pwfn import Pwfn
-from pwfn.observed import (
+from pwfn import Config, Progress, Result, compress, rounds
+from pwfn.bayes.method import InForce
+from pwfn.bayes.pwfn import Pwfn
+from pwfn.evaluate.trace import (
     BINS_PER_OCTAVE,
     HIGHEST_BIN,
     LOWEST_BIN,
@@ -39,7 +35,12 @@ from pwfn.observed import (
     sample_positions,
     sigma_histogram,
 )
-from pwfn.runs import run
+from pwfn.fixing.fix_round import FixRecord, Move
+from pwfn.lab.baselines.baseline import Baseline
+from pwfn.layout import Entry, Kind, Layout
+from pwfn.run.checkpoint import Store, from_plain, to_plain
+from pwfn.run.folder import run
+from pwfn.zoo import models
 
 SIGMA_DIFFERS = Config().override({"posterior.init": "powers", "clustering.b": 7})
 """From weight to weight, as in the paper, so that one in the place of another would show."""

@@ -15,8 +15,9 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from pwfn import WeightError, ops
-from pwfn.ops import library, reference
+from pwfn import WeightError
+from pwfn.bayes import kernels as ops
+from pwfn.bayes.kernels import library, reference
 
 SIZES = (1, 127, 1025, 4099)
 MASKS = {"none": 0.0, "some": 1 / 3, "all": 1.0}  # how many are fixed
@@ -446,7 +447,7 @@ def run(program: str, path: str = "") -> str:
 
 
 KERNELS = (
-    "import torch, pwfn.ops.library as library\n"
+    "import torch, pwfn.bayes.kernels.library as library\n"
     "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
     "print([has('pwfn::' + name, 'CUDA') for name in library.SCHEMAS], 'triton' in sys.modules)"
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pwfn import Config, ConfigError
-from pwfn.options import settings
+from pwfn.run.options import settings
 
 
 def test_nothing_given_is_the_recommended_preset() -> None:

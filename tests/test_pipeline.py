@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pwfn
 from pwfn import Config, DataError, DivergedError, Progress, PwfnError, Result, WeightError, compress
-from pwfn.data.epochs import Repeated
+from pwfn.bayes.randomness import seeded
 from pwfn.errors import ConfigError
-from pwfn.pow2 import order
-from pwfn.randomness import seeded
+from pwfn.fixing.candidates import order
+from pwfn.zoo.data.epochs import Repeated
 
 CPU = torch.device("cpu")
 Batches = list[tuple[Tensor, Tensor]]

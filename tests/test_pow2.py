@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles import clustering as oracle
 
 from pwfn import PwfnError, candidates
-from pwfn.pow2 import order
+from pwfn.fixing.candidates import order
 
 MAX_ABS = [
     0.0,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from waiting import NoWaiting
 
-from pwfn.compressed import Compressed
-from pwfn.fileformat import load, save
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import load, save
+from pwfn.lab.quantisers import ApotQuantiser, LsqPlusQuantiser, LsqQuantiser, WeightQuantiser
 from pwfn.layout import Entry, Layout, untouched
-from pwfn.quantisers import ApotQuantiser, LsqPlusQuantiser, LsqQuantiser, WeightQuantiser
 
 Make = Callable[[Tensor, int, int | None], nn.Module]
 CASES: dict[str, tuple[Make, int | None]] = {

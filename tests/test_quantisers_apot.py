@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pwfn.errors import ConfigError, WeightError
-from pwfn.quantisers.apot import (
+from pwfn.lab.quantisers.apot import (
     SMALLEST_ALPHA,
     AlphaGradient,
     ApotQuantiser,

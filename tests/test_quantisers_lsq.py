@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pwfn.errors import ConfigError, WeightError
-from pwfn.quantisers.lsq import (
+from pwfn.lab.quantisers.lsq import (
     SMALLEST_STEP,
     Codes,
     LsqQuantiser,
@@ -19,7 +19,7 @@ from pwfn.quantisers.lsq import (
     signed_codes,
     unsigned_codes,
 )
-from pwfn.quantisers.slopes import with_slopes
+from pwfn.lab.quantisers.slopes import with_slopes
 
 ALL_BITS = range(2, 9)
 

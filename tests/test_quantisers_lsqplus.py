@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pwfn.errors import WeightError
-from pwfn.quantisers.lsq import Codes, signed_codes, unsigned_codes
-from pwfn.quantisers.lsq import quantise as quantise_without_offset
-from pwfn.quantisers.lsqplus import LsqPlusQuantiser, initial_step, initial_step_and_offset, quantise
+from pwfn.lab.quantisers.lsq import Codes, signed_codes, unsigned_codes
+from pwfn.lab.quantisers.lsq import quantise as quantise_without_offset
+from pwfn.lab.quantisers.lsqplus import LsqPlusQuantiser, initial_step, initial_step_and_offset, quantise
 
 ALL_BITS = range(2, 9)
 

@@ -10,10 +10,11 @@ from conftest import look_with
 from torch import Tensor, nn
 from waiting import NoWaiting
 
-from pwfn import Config, compress, methods
-from pwfn.models.vit import VisionTransformer
-from pwfn.quantisers import LsqQuantiser
-from pwfn.quantisers.together import LsqTogether, Part
+from pwfn import Config, compress
+from pwfn.lab import baselines as methods
+from pwfn.lab.quantisers import LsqQuantiser
+from pwfn.lab.quantisers.together import LsqTogether, Part
+from pwfn.zoo.models.vit import VisionTransformer
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[tuple[int, ...], int, int | None]] = [

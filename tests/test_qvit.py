@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn import Config, ConfigError, LayoutError, load
-from pwfn.activations import attach, capturing, plan_capture, similarity_distance
+from pwfn.lab.activations import attach, capturing, plan_capture, similarity_distance
+from pwfn.lab.baselines.qvit import QVit
+from pwfn.lab.quantisers import LsqQuantiser, PartsQuantiser
 from pwfn.layout import Layout
-from pwfn.methods.qvit import QVit
-from pwfn.models import digits_resnet
-from pwfn.quantisers import LsqQuantiser, PartsQuantiser
+from pwfn.zoo.models import digits_resnet
 
 SETTINGS = {"method": "q-vit", "quantiser.bits": 3}
 

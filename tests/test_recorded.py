@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pwfn import ConfigError
-from pwfn.batches import Batch
-from pwfn.recorded import RecordedStep
+from pwfn.bayes.batches import Batch
+from pwfn.bayes.cuda_graph import RecordedStep
 
 
 @dataclass(eq=False)

@@ -20,13 +20,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pwfn import Config, load, models
-from pwfn.costs import cost_sheet
+from pwfn import Config, load
 from pwfn.errors import FileError
-from pwfn.filescores import assess_file
-from pwfn.inspection import inspect
-from pwfn.metrics import Pool
-from pwfn.options import RunOptions, settings
+from pwfn.evaluate.entropy import Pool
+from pwfn.evaluate.inspect import inspect
+from pwfn.lab.costs import cost_sheet
 from pwfn.report import write
 from pwfn.report.details import file_bytes
 from pwfn.report.facts import facts_of
@@ -38,7 +36,10 @@ from pwfn.report.reliability import calibration_error, diagrams
 from pwfn.report.repeating import Settings, command, toml
 from pwfn.report.tables import Cell, Column, bar, percent, table
 from pwfn.report.top import size
-from pwfn.runs import run
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions, settings
+from pwfn.run.scores import assess_file
+from pwfn.zoo import models
 
 SMALL = {
     "schedule.fractions": [0.5, 0.9, 1.0],
@@ -454,7 +455,7 @@ def test_settings_of_another_version_are_said_to_be_so(folder: Path, tmp_path: P
     "value", [True, 3, 0.00048828125, "each", "off", "true", "1", "a b", [], [0.5], ["*"]]
 )
 def test_values_survive_the_command_line(value: Any) -> None:
-    from pwfn.options import _change
+    from pwfn.run.options import _change
 
     assert _change(f"a.b={toml(value)}") == ("a.b", value)
 

@@ -18,9 +18,10 @@ import targets
 from results import Folders
 from targets import Target
 
-from pwfn import Config, ConfigError, compare
-from pwfn.compare.plan import Plan
-from pwfn.compare.table import make_table
+from pwfn import Config, ConfigError
+from pwfn.lab import compare
+from pwfn.lab.compare.plan import Plan
+from pwfn.lab.compare.table import make_table
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = ROOT / "experiments"

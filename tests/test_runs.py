@@ -22,14 +22,17 @@ import pytest
 import torch
 from conftest import Call
 
-from pwfn import Config, FileError, GaussianNetwork, Progress, PwfnError, cli, commands, data, load, runs
-from pwfn.checkpoint import Store
-from pwfn.filescores import evaluate_file, summary_line
-from pwfn.keeping import Keeper, StoppedError
-from pwfn.models import digits_resnet
-from pwfn.options import RunOptions
-from pwfn.runs import run
-from pwfn.watching import Lines
+from pwfn import Config, FileError, GaussianNetwork, Progress, PwfnError, cli, load
+from pwfn.run import command as commands
+from pwfn.run import folder as runs
+from pwfn.run.checkpoint import Store
+from pwfn.run.console import Lines
+from pwfn.run.folder import run
+from pwfn.run.interrupt import Keeper, StoppedError
+from pwfn.run.options import RunOptions
+from pwfn.run.scores import evaluate_file, summary_line
+from pwfn.zoo import data
+from pwfn.zoo.models import digits_resnet
 
 CONFIG = Config().override(
     {

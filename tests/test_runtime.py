@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 import pwfn
 from pwfn import Compressed, Layout, LayoutError, WeightError
-from pwfn.compressed import Divide, index_dtype
+from pwfn.file.compressed import Divide, index_dtype
 from pwfn.layout import untouched
-from pwfn.models import ready_torchvision
 from pwfn.runtime import (
     IndexedConv,
     IndexedEmbedding,
@@ -32,6 +31,7 @@ from pwfn.runtime import (
     library,
     memory_report,
 )
+from pwfn.zoo.models import ready_torchvision
 
 SIZES = (1, 127, 1025)
 ROOT = Path(__file__).parent.parent

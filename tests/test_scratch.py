@@ -20,14 +20,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pwfn import ConfigError, DataError, DivergedError, data
+from pwfn import ConfigError, DataError, DivergedError
+from pwfn.config import Precision
 from pwfn.errors import FileError
-from pwfn.models import OWN, VisionTransformer, create, data_config, load_weights
-from pwfn.scratch import Epoch, Optimizer, Recipe, command, cutout, recipe_for, save_weights, train, untrained
-from pwfn.scratch.augmentation import mixed
-from pwfn.scratch.loop import _optimizer
-from pwfn.scratch.recipe import rise_and_fall
-from pwfn.sections import Precision
+from pwfn.lab.pretrain import (
+    Epoch,
+    Optimizer,
+    Recipe,
+    command,
+    cutout,
+    recipe_for,
+    save_weights,
+    train,
+    untrained,
+)
+from pwfn.lab.pretrain.augmentation import mixed
+from pwfn.lab.pretrain.loop import _optimizer
+from pwfn.lab.pretrain.recipe import rise_and_fall
+from pwfn.zoo import data
+from pwfn.zoo.models import OWN, VisionTransformer, create, data_config, load_weights
 
 SHORT = replace(recipe_for("digits_resnet"), epochs=3)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pwfn import Compressed, DataError, WeightError, load
+from pwfn.bayes.fold_batchnorm import fold_batchnorm
+from pwfn.evaluate import Rival, assess, ensemble, point, settled_by
 from pwfn.layout import Layout
-from pwfn.lightening import fold_batchnorm
-from pwfn.models import digits_resnet
-from pwfn.uncertainty import Rival, assess, ensemble, point, settled_by
+from pwfn.zoo.models import digits_resnet
 
 CLASSES = 3
 SIGMA = 0.5
@@ -396,7 +396,7 @@ def test_the_command_settles_draws_and_says_so(call: Any, folder: Path) -> None:
 def test_the_commands_figures_are_those_of_the_training_loaders_first_batches(
     call: Any, folder: Path
 ) -> None:
-    from pwfn.data import DataOptions, open_source
+    from pwfn.zoo.data import DataOptions, open_source
 
     facts = json.loads(
         call(
@@ -417,7 +417,7 @@ def test_where_the_ensemble_is_worse_and_it_could_help_a_note_says_so(
     call: Any, folder: Path, tmp_path: Path, file: str
 ) -> None:
     """The labels are what the point estimate says, so that noise can only do harm."""
-    from pwfn.data import DataOptions, open_source
+    from pwfn.zoo.data import DataOptions, open_source
 
     dice = np.random.default_rng(1)
     x = dice.integers(0, 256, (200, 8, 8, 1), dtype=np.uint8)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from malformed import case, per_channel, plain
 from torch import nn
 
-from pwfn import Compressed, FileError, Layout, sigmacodec
+from pwfn import Compressed, FileError, Layout
+from pwfn.file import sigma_coder as sigmacodec
 
 
 def compressed(values: list[float], sigma: list[float]) -> Compressed:

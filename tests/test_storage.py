@@ -16,8 +16,8 @@ import pytest
 from malformed import case
 
 from pwfn import FileError
-from pwfn.fileformat import load
-from pwfn.storage import replacing
+from pwfn.file.format import load
+from pwfn.file.storage import replacing
 
 OLD = b"what was there before"
 

@@ -16,12 +16,12 @@ from test_checkpoint import CONFIG, STEPS, CutOffError, Shuffled, network
 from torch.nn import functional as F
 
 from pwfn import Compressed, Config, ConfigError, Progress, Result, compress, load
-from pwfn.batches import Source
-from pwfn.checkpoint import Store, from_plain, to_plain
-from pwfn.runs import table_of_states
-from pwfn.scoring import Objective, Scores, accuracy, evaluate
-from pwfn.sections import TargetConfig
-from pwfn.targets import State, check_target, choose, meets, pareto
+from pwfn.bayes.batches import Source
+from pwfn.bayes.objective import Objective, Scores, accuracy, evaluate
+from pwfn.config import TargetConfig
+from pwfn.evaluate.targets import State, check_target, choose, meets, pareto
+from pwfn.run.checkpoint import Store, from_plain, to_plain
+from pwfn.run.folder import table_of_states
 
 WAS = Scores(0.3, 0.90, 100)
 

@@ -20,20 +20,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pwfn import Config, GaussianNetwork, PeerError, Team, compress, load
-from pwfn.batches import Source
-from pwfn.data import TensorLoader
+from pwfn import Config, Distributed, GaussianNetwork, PeerError, compress, load
+from pwfn.bayes.batches import Source
+from pwfn.bayes.distributed import Processes, distributed_for, end_process, launched
+from pwfn.bayes.gaussian import curvature_sigma
+from pwfn.bayes.objective import Objective
+from pwfn.bayes.pwfn import Pwfn
+from pwfn.bayes.sensitivity import Looking
+from pwfn.bayes.train import diagonal_fisher
+from pwfn.config import Precision
 from pwfn.errors import ConfigError, PwfnError
-from pwfn.looking import Looking
-from pwfn.methods.pwfn import Pwfn
-from pwfn.options import RunOptions
-from pwfn.posterior import curvature_sigma
-from pwfn.runs import run
-from pwfn.scoring import Objective
-from pwfn.sections import Precision
-from pwfn.team import Processes, end_process, launched, team_for
-from pwfn.training import diagonal_fisher
-from pwfn.watching import Lines
+from pwfn.run.console import Lines
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions
+from pwfn.zoo.data import TensorLoader
 
 CPU = torch.device("cpu")
 # Sigma learns and fixed weights are drawn too: the most that can go astray.
@@ -110,17 +110,21 @@ def together(job: str, *arguments: str) -> list[Any]:
 
 
 def test_one_process_is_a_team_of_its_own() -> None:
-    team = Team(CPU)
+    distributed = Distributed(CPU)
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.full((2,), 3.0)
-    team.average_([torch.ones(1)])
-    team.average_gradients_([parameter])
-    team.copy_first_([torch.ones(1)])
-    team.check_alike("anything", [torch.ones(1)])
+    distributed.average_([torch.ones(1)])
+    distributed.average_gradients_([parameter])
+    distributed.copy_first_([torch.ones(1)])
+    distributed.check_alike("anything", [torch.ones(1)])
     assert parameter.grad.tolist() == [3, 3]
-    assert team.total(torch.tensor(2.0)).item() == 2
-    assert (team.largest([1, 0]), team.gather("x"), team.first(lambda: 5)) == ([1, 0], ["x"], 5)
-    assert team.leads
+    assert distributed.total(torch.tensor(2.0)).item() == 2
+    assert (distributed.largest([1, 0]), distributed.gather("x"), distributed.first(lambda: 5)) == (
+        [1, 0],
+        ["x"],
+        5,
+    )
+    assert distributed.leads
 
 
 def test_how_many_processes_there_are_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +135,14 @@ def test_how_many_processes_there_are_comes_from_the_launcher(monkeypatch: pytes
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert launched() == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert team_for("cpu", alone=True).world == 1
+    assert distributed_for("cpu", alone=True).world == 1
 
 
 def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(PwfnError, match=r"needs accelerate: pip install 'pwfn\[accelerate\]'"):
-        team_for("cpu")
+        distributed_for("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -146,7 +150,7 @@ def test_several_processes_need_accelerate(monkeypatch: pytest.MonkeyPatch) -> N
 def test_cuda_asked_for_and_absent(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(ConfigError, match=r"device 'cuda' cannot be used \(there is no CUDA device"):
-        team_for("cuda")
+        distributed_for("cuda")
 
 
 def test_the_operations_of_two_processes() -> None:
@@ -167,7 +171,7 @@ def test_the_operations_of_two_processes() -> None:
 
 def test_two_processes_share_a_batch_as_one_would_see_it() -> None:
     """Without noise and BatchNorm, two halves of a batch make the step that the whole one makes."""
-    alone = torch.tensor(trained(Team(CPU), 16))
+    alone = torch.tensor(trained(Distributed(CPU), 16))
     for found in together("halves"):
         torch.testing.assert_close(torch.tensor(found), alone, rtol=0, atol=2e-6)
 
@@ -206,7 +210,7 @@ def test_what_is_tolerated_is_by_the_mean_loss_of_the_processes() -> None:
             net.free_sigma.fill_(sigma)
         shares = []
         for rank in range(2):
-            seat = Team(CPU)
+            seat = Distributed(CPU)
             seat.rank = rank  # its noise, and its figures to itself
             source = Source("data", data(rank, 2, 8), CPU)
             shares.append(Looking(source, task, task, config, seat).look(net).loss(3))
@@ -311,7 +315,7 @@ def data(rank: int = 0, world: int = 1, batch_size: int = 16) -> TensorLoader:
     return TensorLoader(images, targets, batch_size, shuffle=True, rank=rank, world=world)
 
 
-def trained(team: Team, batch_size: int, config: Config = QUIET) -> list[float]:
+def trained(distributed: Distributed, batch_size: int, config: Config = QUIET) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
     last: list[float] = []
@@ -321,24 +325,31 @@ def trained(team: Team, batch_size: int, config: Config = QUIET) -> list[float]:
             state = progress().state
             last[:] = state["free_mu"].tolist()
 
-    compress(model, data(team.rank, team.world, batch_size), None, config, keep=keep, team=team)
+    compress(
+        model,
+        data(distributed.rank, distributed.world, batch_size),
+        None,
+        config,
+        keep=keep,
+        distributed=distributed,
+    )
     return last
 
 
-def job_operations(team: Processes) -> Any:
-    mine = float(team.rank + 1)
+def job_operations(distributed: Processes) -> Any:
+    mine = float(distributed.rank + 1)
     average = torch.full((2,), mine)
-    team.average_([average])
+    distributed.average_([average])
     copied = torch.tensor(mine)
-    team.copy_first_([copied])
+    distributed.copy_first_([copied])
     both, one, none, large = (nn.Parameter(torch.zeros(n)) for n in (1, 1, 1, 2**20))
     both.grad = torch.full((1,), mine)
-    one.grad = torch.full((1,), 2.0) if team.rank == 1 else None
+    one.grad = torch.full((1,), 2.0) if distributed.rank == 1 else None
     large.grad = torch.full((2**20,), mine)
-    team.average_gradients_([both, one, none, large])
+    distributed.average_gradients_([both, one, none, large])
 
     def work() -> str:
-        assert team.rank == 0
+        assert distributed.rank == 0
         return "from 0"
 
     def fail() -> None:
@@ -346,15 +357,17 @@ def job_operations(team: Processes) -> Any:
 
     return {
         "average": average.tolist(),
-        "total": team.total(torch.tensor(mine)).item(),
+        "total": distributed.total(torch.tensor(mine)).item(),
         "copied": copied.item(),
-        "largest": team.largest([7 - team.rank, 8 + team.rank]),
-        "gathered": team.gather(f"rank {team.rank}"),
-        "first": team.first(work),
+        "largest": distributed.largest([7 - distributed.rank, 8 + distributed.rank]),
+        "gathered": distributed.gather(f"rank {distributed.rank}"),
+        "first": distributed.first(work),
         "gradients": [None if p.grad is None else p.grad.tolist() for p in (both, one, none)],
         "large": large.grad[-1].item(),
-        "failed": sentence(lambda: team.first(fail), PwfnError),
-        "unlike": sentence(lambda: team.check_alike("the clusters", [average + team.rank]), PeerError),
+        "failed": sentence(lambda: distributed.first(fail), PwfnError),
+        "unlike": sentence(
+            lambda: distributed.check_alike("the clusters", [average + distributed.rank]), PeerError
+        ),
     }
 
 
@@ -364,11 +377,11 @@ def sentence(work: Any, kind: type[PwfnError]) -> str:
     return str(caught.value)
 
 
-def job_halves(team: Processes) -> Any:
-    return trained(team, 8)
+def job_halves(distributed: Processes) -> Any:
+    return trained(distributed, 8)
 
 
-def job_methods(team: Processes) -> Any:
+def job_methods(distributed: Processes) -> Any:
     """Each of a few methods; activations too, whose starts would differ by what each process sees."""
     found = {}
     for name, bits in (("lsq", None), ("lsq", 4), ("lsq+", 4), ("wfn", None), ("kmeans", None)):
@@ -382,7 +395,9 @@ def job_methods(team: Processes) -> Any:
                 "schedule.epochs_per_round": 1.0,
             }
         )
-        result = compress(model, data(team.rank, team.world, 8), None, config, team=team)
+        result = compress(
+            model, data(distributed.rank, distributed.world, 8), None, config, distributed=distributed
+        )
         untouched = result.compressed.untouched
         found[f"{name} {bits}"] = [
             result.compressed.values().tolist(),
@@ -396,7 +411,7 @@ def curved() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
 
 
-def starting_sigma(team: Processes, changes: dict[str, Any]) -> list[float]:
+def starting_sigma(distributed: Processes, changes: dict[str, Any]) -> list[float]:
     """Sigma after a stretch in which it does not learn."""
     found: list[float] = []
 
@@ -405,18 +420,25 @@ def starting_sigma(team: Processes, changes: dict[str, Any]) -> list[float]:
         found[:] = found or state["free_sigma"].tolist()
 
     config = CONFIG.override(changes)
-    compress(curved(), data(team.rank, team.world, 8), None, config, keep=keep, team=team)
+    compress(
+        curved(),
+        data(distributed.rank, distributed.world, 8),
+        None,
+        config,
+        keep=keep,
+        distributed=distributed,
+    )
     return found
 
 
-def job_curvature(team: Processes) -> Any:
+def job_curvature(distributed: Processes) -> Any:
     changes = {
         "posterior.init": "curvature",
         "posterior.curvature_batches": 3,
         "posterior.curvature_scale": 2.0**-11,
         "posterior.learn_sigma": False,
     }
-    return starting_sigma(team, changes)
+    return starting_sigma(distributed, changes)
 
 
 TOLERANCE = {
@@ -427,11 +449,11 @@ TOLERANCE = {
 }
 
 
-def job_tolerance(team: Processes) -> Any:
-    return starting_sigma(team, TOLERANCE)
+def job_tolerance(distributed: Processes) -> Any:
+    return starting_sigma(distributed, TOLERANCE)
 
 
-def job_noise(team: Processes) -> Any:
+def job_noise(distributed: Processes) -> Any:
     drawn: list[float] = []
 
     class Watched(nn.Linear):
@@ -442,7 +464,9 @@ def job_noise(team: Processes) -> Any:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), Watched(16, 3)).train()
-    result = compress(model, data(team.rank, team.world, 8), None, CONFIG, team=team)
+    result = compress(
+        model, data(distributed.rank, distributed.world, 8), None, CONFIG, distributed=distributed
+    )
     return {"noise": drawn, "clusters": result.compressed.values().tolist()}
 
 
@@ -457,9 +481,9 @@ def main() -> None:
                 Lines(lambda line: print(line, flush=True)),
             )
         else:
-            team = team_for("cpu")
-            assert isinstance(team, Processes)
-            print(json.dumps(globals()[f"job_{job}"](team)))
+            distributed = distributed_for("cpu")
+            assert isinstance(distributed, Processes)
+            print(json.dumps(globals()[f"job_{job}"](distributed)))
     except PwfnError as error:
         print(f"pwfn: {error}", file=sys.stderr)
         status = error.exit_status

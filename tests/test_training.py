@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pwfn import Config, GaussianNetwork, compress
-from pwfn.batches import Batch, Source, is_out_of_memory
+from pwfn.bayes.batches import Batch, Source, is_out_of_memory
+from pwfn.bayes.objective import Objective, Scores, accuracy, divergence, evaluate
+from pwfn.bayes.randomness import seeded
+from pwfn.bayes.train import diagonal_fisher, fit, reestimate_batchnorm, steps_in
+from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import ConfigError, DataError, DivergedError, LayoutError, TooLargeError
-from pwfn.randomness import seeded
-from pwfn.scoring import Objective, Scores, accuracy, divergence, evaluate
-from pwfn.sections import Precision, TrainingConfig
-from pwfn.training import diagonal_fisher, fit, reestimate_batchnorm, steps_in
 
 CPU = torch.device("cpu")
 PLAIN = TrainingConfig(momentum=0.0, weight_decay=0.0, learning_rate=0.1)
@@ -276,7 +276,7 @@ def test_steps_are_of_the_optimiser_and_epochs_of_the_data(accumulate: int, step
         nn.Linear(3, 2),
         data,
         config=config,
-        on_pulse=last.append,
+        on_step=last.append,
         on_round=lambda progress: last.append(progress.batches),
     )
     assert result.rounds[0].steps == steps

@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn import Compressed, ConfigError, DataError, LayoutError, WeightError
-from pwfn.filescores import assess_file, evaluate_file
-from pwfn.layout import Layout
-from pwfn.models import digits_resnet
-from pwfn.options import RunOptions
-from pwfn.uncertainty import (
+from pwfn.evaluate import (
     Comparison,
     Rival,
     Score,
@@ -36,6 +32,10 @@ from pwfn.uncertainty import (
     split_in_half,
     tempered,
 )
+from pwfn.layout import Layout
+from pwfn.run.options import RunOptions
+from pwfn.run.scores import assess_file, evaluate_file
+from pwfn.zoo.models import digits_resnet
 
 CLASSES = 3
 

@@ -14,8 +14,7 @@ from sklearn.calibration import calibration_curve
 from torch import Tensor
 
 from pwfn.errors import DataError
-from pwfn.models import ready_torchvision
-from pwfn.uncertainty import (
+from pwfn.evaluate import (
     Binning,
     accuracy,
     auroc,
@@ -28,8 +27,9 @@ from pwfn.uncertainty import (
     risk_coverage,
     tempered,
 )
-from pwfn.uncertainty.predictions import missing_probability
-from pwfn.uncertainty.temperature import LEAST, MOST, at_limit
+from pwfn.evaluate.ensemble import missing_probability
+from pwfn.evaluate.temperature import LEAST, MOST, at_limit
+from pwfn.zoo.models import ready_torchvision
 
 # Five examples of three classes; confidences 0.5, 0.6, 0.7, 0.8, 0.9, of which the third and fifth are right.
 P = torch.tensor(

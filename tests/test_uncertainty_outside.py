@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pwfn import DataError, data
-from pwfn.data import Data, DataOptions
-from pwfn.uncertainty import open_outside
-from pwfn.uncertainty.outside import SHIFTS
+from pwfn import DataError
+from pwfn.evaluate import open_outside
+from pwfn.evaluate.ood import SHIFTS
+from pwfn.zoo import data
+from pwfn.zoo.data import Data, DataOptions
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 

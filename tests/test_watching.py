@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from pwfn import PwfnError
-from pwfn.clustering import FixRecord
+from pwfn.bayes.objective import Scores
 from pwfn.errors import FileError
-from pwfn.metrics import Pool
-from pwfn.progress import Pulse, Round
-from pwfn.scoring import Scores
-from pwfn.watching import (
+from pwfn.evaluate.entropy import Pool
+from pwfn.fixing.fix_round import FixRecord
+from pwfn.progress import Round, StepEvent
+from pwfn.run.console import (
     HEADER,
     Lines,
     Live,
@@ -34,7 +34,7 @@ from pwfn.watching import (
     round_line,
     view_for,
 )
-from pwfn.watching.live import _NARROW, _WIDE, _columns, _width
+from pwfn.run.console.live import _NARROW, _WIDE, _columns, _width
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 
@@ -66,9 +66,9 @@ def done(number: int, *, seconds: float = 12.34, loss: float | None = 0.4123, sc
     )
 
 
-def moment(number: int, step: int, *, loss: float = 0.5, steps: int = 100) -> Pulse:
+def moment(number: int, step: int, *, loss: float = 0.5, steps: int = 100) -> StepEvent:
     """Step ``step`` of round ``number`` of four, or of polish after them, each of 100 steps."""
-    return Pulse(
+    return StepEvent(
         stage=f"round {number} of 4" if number <= 4 else "polish",
         round=number,
         rounds=4,
@@ -474,7 +474,7 @@ class Noted(View):
     def begin(self, title: str, rounds: int, earlier: Any = ()) -> None:
         self.told.append((title, rounds, len(earlier)))
 
-    def pulse(self, now: Pulse) -> None:
+    def pulse(self, now: StepEvent) -> None:
         self.told.append(now)
 
     def round(self, done: Round) -> None:

@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pwfn import Config, compare
-from pwfn.compare import paper
+from pwfn import Config
+from pwfn.lab import compare
+from pwfn.lab.compare import paper
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "imagenet.md"

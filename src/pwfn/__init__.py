@@ -4,9 +4,11 @@ pwfn implements Probabilistic Weight Fixing: a pre-trained network's weights bec
 are trained, and are fixed round by round onto one whole-network codebook of sums of powers of two.
 """
 
-from pwfn.clustering import FixRecord, FixResult, FixStep, Move, fix_round
-from pwfn.compressed import Compressed
-from pwfn.config import Config
+from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.gaussian import GaussianNetwork, initial_sigma
+from pwfn.bayes.optimizer import FlatAdamW, FlatSGD
+from pwfn.compress import Result, compress
+from pwfn.config import PAPER_FRACTIONS, Config
 from pwfn.errors import (
     ConfigError,
     DataError,
@@ -18,16 +20,13 @@ from pwfn.errors import (
     TooLargeError,
     WeightError,
 )
-from pwfn.fileformat import load
-from pwfn.flat import FlatAdamW, FlatSGD
+from pwfn.evaluate.targets import Choice, State
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import load
+from pwfn.fixing.candidates import candidates
+from pwfn.fixing.fix_round import FixRecord, FixResult, FixStep, Move, fix_round
 from pwfn.layout import Layout
-from pwfn.pipeline import Result, compress
-from pwfn.posterior import GaussianNetwork, initial_sigma
-from pwfn.pow2 import candidates
-from pwfn.progress import Progress, Pulse, Round
-from pwfn.sections import PAPER_FRACTIONS
-from pwfn.targets import Choice, State
-from pwfn.team import Team
+from pwfn.progress import Progress, Round, StepEvent
 from pwfn.version import __version__
 
 __all__ = [
@@ -37,6 +36,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataError",
+    "Distributed",
     "DivergedError",
     "FileError",
     "FixRecord",
@@ -50,12 +50,11 @@ __all__ = [
     "Move",
     "PeerError",
     "Progress",
-    "Pulse",
     "PwfnError",
     "Result",
     "Round",
     "State",
-    "Team",
+    "StepEvent",
     "TooLargeError",
     "WeightError",
     "__version__",

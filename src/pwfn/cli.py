@@ -118,7 +118,8 @@ def compress(
     as_json: AsJson = False,
 ) -> None:
     """Compress a network on data by name, into a folder; goes on after a crash with --resume."""
-    from pwfn import commands, options
+    from pwfn.run import command as commands
+    from pwfn.run import options
 
     how = options.RunOptions(
         *(model, data, out, weights, classes, device, batch_size, test_batch_size, workers, holdout, limit),
@@ -147,7 +148,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train one of pwfn's CIFAR networks from scratch; takes minutes on a GPU, and does not resume."""
-    from pwfn.scratch import command as job
+    from pwfn.lab.pretrain import command as job
 
     how = job.TrainOptions(
         *(model, data, out, epochs, batch_size, learning_rate, seed, precision, device),
@@ -184,7 +185,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score the network in a .pwfn file on test data, and how far its predictions can be trusted."""
-    from pwfn import filescores, options
+    from pwfn.run import options
+    from pwfn.run import scores as filescores
 
     how = options.RunOptions(
         *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
@@ -209,7 +211,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Run or go on with every method of a table, and print and save it as the paper has it."""
-    from pwfn import compare as job
+    from pwfn.lab import compare as job
 
     say = _nothing if as_json else typer.echo
     made = job.run(
@@ -238,7 +240,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a small network on bundled digits and fix its weights in ten rounds (no download)."""
-    from pwfn import demo as job
+    from pwfn.run import demo as job
 
     result = job.run(job.settings(preset, seed), say=_nothing if as_json else typer.echo, out=out)
     if as_json:
@@ -270,7 +272,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what a .pwfn file holds, where its bytes are, and what the same weights cost elsewhere."""
-    from pwfn import inspection
+    from pwfn.evaluate import inspect as inspection
 
     facts = inspection.inspect(file, zstd=zstd)
     typer.echo(json.dumps(facts.to_dict()) if as_json else "\n".join(inspection.lines(facts)))
@@ -306,7 +308,7 @@ def main() -> None:
     """Run the command; a user's mistake ends in one sentence and exit status 2, a signal in its own."""
     status = _status_of_command({})
     if "WORLD_SIZE" in os.environ:  # one of several processes, which must not wind down alone
-        from pwfn.team import end_process
+        from pwfn.bayes.distributed import end_process
 
         end_process(status)
     raise SystemExit(status)

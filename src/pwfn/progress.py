@@ -8,16 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from pwfn.clustering import FixRecord
+from pwfn.bayes.gaussian import GaussianNetwork
+from pwfn.bayes.network import WeightNetwork
+from pwfn.bayes.objective import Scores, finite
+from pwfn.bayes.train import Fitting
 from pwfn.config import Config
 from pwfn.errors import WeightError
-from pwfn.metrics import Pool
-from pwfn.network import WeightNetwork
-from pwfn.observed import Observed
-from pwfn.posterior import GaussianNetwork
-from pwfn.scoring import Scores, finite
-from pwfn.targets import Choice, State
-from pwfn.training import Fitting
+from pwfn.evaluate.entropy import Pool
+from pwfn.evaluate.targets import Choice, State
+from pwfn.evaluate.trace import Observed
+from pwfn.fixing.fix_round import FixRecord
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class StepEvent:
     """A moment in training, told a few times a second at most."""
 
     stage: str  # "round 3 of 10", "polish"
@@ -76,7 +76,7 @@ class Progress:
 
     An error raised in mid-run carries it as ``error.progress``; ``compress(..., resume=progress)``
     goes on from there, with the same settings or with others (a lower learning rate, say). With the
-    same settings, and loaders that give the same epochs again (:class:`pwfn.data.Epochs`), the result
+    same settings, and loaders that give the same epochs again (:class:`pwfn.zoo.data.Epochs`), the result
     is the very one that the uninterrupted run would have had.
     """
 

@@ -14,25 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwfn import augmentation, methods, observed
-from pwfn.batches import Batch, Source
-from pwfn.compressed import Compressed
-from pwfn.config import Config
-from pwfn.data.epochs import seed_from
-from pwfn.errors import ConfigError, DataError
-from pwfn.fileformat import dumps, load
-from pwfn.lightening import lighten
-from pwfn.looking import Looking
-from pwfn.methods import Method
-from pwfn.metrics import Pool
-from pwfn.progress import Keep, Progress, Pulse, Round
-from pwfn.randomness import random_states, restore_random_states
-from pwfn.scoring import LossFn, Objective, Scores, accuracy, divergence, evaluate
-from pwfn.sections import Decay, Precision
-from pwfn.storage import replacing
-from pwfn.targets import State, check_target, choose
-from pwfn.team import Team
-from pwfn.training import (
+from pwfn.bayes.batches import Batch, Source
+from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.fold_batchnorm import lighten
+from pwfn.bayes.objective import LossFn, Objective, Scores, accuracy, divergence, evaluate
+from pwfn.bayes.randomness import random_states, restore_random_states
+from pwfn.bayes.sensitivity import Looking
+from pwfn.bayes.train import (
     AfterStep,
     Fitting,
     FlatStepper,
@@ -42,6 +30,19 @@ from pwfn.training import (
     stepper_for,
     steps_in,
 )
+from pwfn.config import Config, Decay, Precision
+from pwfn.errors import ConfigError, DataError
+from pwfn.evaluate import trace as observed
+from pwfn.evaluate.entropy import Pool
+from pwfn.evaluate.targets import State, check_target, choose
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import dumps, load
+from pwfn.file.storage import replacing
+from pwfn.lab import baselines as methods
+from pwfn.lab.baselines import Method
+from pwfn.lab.pretrain import augmentation_batches as augmentation
+from pwfn.progress import Keep, Progress, Round, StepEvent
+from pwfn.zoo.data.epochs import seed_from
 
 
 class Run:
@@ -50,7 +51,7 @@ class Run:
     progress: Progress
     keep: Keep | None = None
     between: Callable[[], None] | None = None
-    on_pulse: Callable[[Pulse], None] | None = None
+    on_step: Callable[[StepEvent], None] | None = None
     record: Mapping[str, Any]  # facts that every file of this run keeps
     _classes: int | None = None
     _stepper: Stepper | FlatStepper | None = None  # of an optimiser that lives through all rounds
@@ -61,18 +62,20 @@ class Run:
         train_loader: Iterable[Any],
         val_loader: Iterable[Any] | None,
         config: Config,
-        team: Team,
+        distributed: Distributed,
         loss_fn: LossFn,
         metric: LossFn | None,
         distill: bool | LossFn,
     ) -> None:
-        self.config, self.team, self.record = config, team, {}
-        self.net: Method = methods.of(config)(model, config).to(team.device)
+        self.config, self.distributed, self.record = config, distributed, {}
+        self.net: Method = methods.of(config)(model, config).to(distributed.device)
         self.plan = self.net.plan(config)
-        self.original = copy.deepcopy(model).to(team.device).eval()
+        self.original = copy.deepcopy(model).to(distributed.device).eval()
         last = config.training.channels_last
-        self.train = Source("train_loader", train_loader, team.device, last)
-        self.val = Source("val_loader", val_loader, team.device, last) if val_loader is not None else None
+        self.train = Source("train_loader", train_loader, distributed.device, last)
+        self.val = (
+            Source("val_loader", val_loader, distributed.device, last) if val_loader is not None else None
+        )
         compare = divergence if distill is True else distill or None
         classifies = augmentation.is_cross_entropy(loss_fn) and compare in (None, divergence)
         self.metric = metric or (accuracy if classifies else None)
@@ -92,7 +95,7 @@ class Run:
                 "in rounds, after which training begins anew: set it to 0"
             )
         self.epoch = self.train.steps_per_epoch(config.training)  # in batches
-        self.looking = Looking(self.train, self.task, self.scored, config, team)
+        self.looking = Looking(self.train, self.task, self.scored, config, distributed)
 
     def whole(self, on_round: Callable[[Progress], None] | None) -> None:
         """All rounds that are left, the choice of a state where there is a target, and the finish."""
@@ -107,7 +110,7 @@ class Run:
         progress.restore(self.net)
         self.batches = self.train.endless(progress.batches)
         if progress.random is not None:
-            restore_random_states(progress.random[self.team.rank])
+            restore_random_states(progress.random[self.distributed.rank])
         reached = progress.rounds[-1].fix.fraction if progress.rounds else 0.0
         for number, (_, fraction) in enumerate(self.plan, 1):
             if fraction <= reached:
@@ -131,15 +134,15 @@ class Run:
         """Let the method look at some batches, if it wants to, before the run's own are begun."""
         with torch.no_grad():
             net.begin(self.looking.look(net))
-        if self.team.world > 1:  # each has seen a batch of its own: all begin as the first does
-            net.load_state_dict(self.team.first(lambda: _on_cpu(net.state_dict())))
+        if self.distributed.world > 1:  # each has seen a batch of its own: all begin as the first does
+            net.load_state_dict(self.distributed.first(lambda: _on_cpu(net.state_dict())))
 
     def advance(self) -> None:
         """Note where the run is, between two stretches of training."""
         progress = self.progress
         progress.state, progress.fitting = _on_cpu(self.net.state_dict()), None
         progress.seconds = time.perf_counter() - self._began
-        progress.batches, progress.random = self.batches.drawn, self.team.gather(random_states())
+        progress.batches, progress.random = self.batches.drawn, self.distributed.gather(random_states())
 
     def fit(
         self,
@@ -162,10 +165,10 @@ class Run:
             return (1 + math.cos(math.pi * (start_of_rate + step) / life)) / 2
 
         def look(step: int, loss: float) -> None:
-            if self.on_pulse is not None:
+            if self.on_step is not None:
                 share = self.config.training.accumulate / self.epoch
-                self.on_pulse(
-                    Pulse(
+                self.on_step(
+                    StepEvent(
                         stage=where,
                         round=round_number,
                         rounds=len(self.plan),
@@ -192,12 +195,12 @@ class Run:
             rate=rate if falls and self.config.training.decay is Decay.COSINE else None,
             after_step=self.after_step(first, steps) if self.keep is not None else None,
             look=look,
-            team=self.team,
+            distributed=self.distributed,
             stepper=stepper,
         )
         # As with DistributedDataParallel, the first process's statistics are everybody's.
         buffers = [buffer for buffer in self.net.model.buffers() if buffer.dtype != torch.bool]
-        self.team.copy_first_(buffers)
+        self.distributed.copy_first_(buffers)
         return loss
 
     def trained_on(self, where: str) -> Iterator[Batch]:
@@ -205,7 +208,7 @@ class Run:
         training = self.config.training
         if not augmentation.is_wanted(training):
             return self.batches
-        seed = seed_from(self.config.seed, self.team.rank)
+        seed = seed_from(self.config.seed, self.distributed.rank)
         return augmentation.augmented(
             self.batches, training, seed, where, self.classes if self.reads_labels else None
         )
@@ -239,7 +242,7 @@ class Run:
                     states=list(self.progress.states),
                     state=_on_cpu(self.net.state_dict()),
                     batches=self.batches.drawn,
-                    random=self.team.gather(random_states()),
+                    random=self.distributed.gather(random_states()),
                     fitting=fitting,
                     seconds=time.perf_counter() - self._began,
                 )
@@ -268,19 +271,19 @@ class Run:
         if self._stepper is not None:
             return self._stepper
         training = self.config.training
-        alone = self.team.world == 1 and training.accumulate == 1
+        alone = self.distributed.world == 1 and training.accumulate == 1
         optimizer = self.net.optimizer(seed, alone=alone)
         if self.progress.optimizer is not None:
             # Its momenta, not its learning rates: those are of the settings, which may be others by now.
             rates = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({**self.progress.optimizer, "param_groups": rates})
-        return stepper_for(self.net, self.objective, training, optimizer, self.team, seed)
+        return stepper_for(self.net, self.objective, training, optimizer, self.distributed, seed)
 
     def round(self, number: int, fraction: float) -> Round:
         """Train, then do what the method does in between."""
         started = time.perf_counter()
         net, steps = self.net, self.stretches()[number - 1]
-        seed = seed_from("noise", self.config.seed, self.team.rank, number)
+        seed = seed_from("noise", self.config.seed, self.distributed.rank, number)
         where = f"round {number} of {len(self.plan)}"
         loss = None
         if steps:
@@ -292,7 +295,7 @@ class Run:
         before = observed.before_fixing(number, net.layout, net.in_force())
         done = net.between(number, fraction)
         after = observed.after_fixing(number, done.record, net.layout, net.in_force())
-        self.team.check_alike(f"{where}: the weights", net.compared())
+        self.distributed.check_alike(f"{where}: the weights", net.compared())
         if self.config.schedule.reestimate_in_rounds:
             self.reestimate_aside(where)
         return Round(
@@ -315,7 +318,9 @@ class Run:
         """
         dice = random_states()  # a loader that shuffles may draw from them
         steps = steps_in(self.config.finish.reestimate_epochs, self.epoch)
-        reestimate_batchnorm(self.net, self.train.endless(), steps, f"{where}, re-estimation", self.team)
+        reestimate_batchnorm(
+            self.net, self.train.endless(), steps, f"{where}, re-estimation", self.distributed
+        )
         restore_random_states(dice)
 
     def state(self, number: int, fraction: float) -> State:
@@ -325,13 +330,13 @@ class Run:
             # From the first epoch again, not from the run's own batches, which it must find as they were.
             steps = steps_in(self.config.finish.reestimate_epochs, self.epoch)
             where = f"the state after round {number}"
-            reestimate_batchnorm(net, self.train.endless(), steps, where, self.team)
+            reestimate_batchnorm(net, self.train.endless(), steps, where, self.distributed)
         compressed = net.finish()
         scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         facts = {"method": str(self.config.method), "settings": self.config.to_dict(), "round": number}
         record = {**compressed.record, **facts, **self.record}
         pool = Pool.of(compressed.values())
-        content = self.team.first(lambda: dumps(replace(compressed, record=record)))
+        content = self.distributed.first(lambda: dumps(replace(compressed, record=record)))
         return State(number, fraction, scores, pool.entropy_bits, pool.unique, content)
 
     def settle(self) -> None:
@@ -348,7 +353,7 @@ class Run:
         finish = self.config.finish
         if finish.reestimate_batchnorm and (self.progress.finished == 0 or self.polish_steps):
             steps = steps_in(finish.reestimate_epochs, self.epoch)
-            reestimate_batchnorm(self.net, self.batches, steps, "BatchNorm re-estimation", self.team)
+            reestimate_batchnorm(self.net, self.batches, steps, "BatchNorm re-estimation", self.distributed)
 
     @property
     def polish_steps(self) -> int:
@@ -368,7 +373,7 @@ class Run:
             momentum=config.momentum,
             weight_decay=config.weight_decay,
         )
-        stepper = stepper_for(self.net, self.objective, config, optimizer, self.team)
+        stepper = stepper_for(self.net, self.objective, config, optimizer, self.distributed)
         with self.net.sampling(False):
             self.fit(stepper, self.polish_steps, len(self.plan) + 1, "polish", falls=False)
 
@@ -385,8 +390,16 @@ class Run:
             return None
         precision = precision or self.config.training.precision
         # Processes may have unlike numbers of batches, so that they could not agree to stop here.
-        between = self.between if self.team.world == 1 else None
-        return evaluate(model, self.val, self.scored, self.metric, precision, team=self.team, between=between)
+        between = self.between if self.distributed.world == 1 else None
+        return evaluate(
+            model,
+            self.val,
+            self.scored,
+            self.metric,
+            precision,
+            distributed=self.distributed,
+            between=between,
+        )
 
 
 def _read(content: bytes) -> Compressed:

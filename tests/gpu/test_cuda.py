@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pwfn import Config, GaussianNetwork, compress, fix_round
-from pwfn.models import digits_resnet
+from pwfn.zoo.models import digits_resnet
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

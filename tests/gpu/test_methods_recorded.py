@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pwfn import clustering_kmeans as kmeans
-from pwfn import clustering_wfn as wfn
-from pwfn.clustering_wfn import Pull
-from pwfn.quantisers import ApotQuantiser, LsqPlusQuantiser, LsqQuantiser
-from pwfn.quantisers.together import LsqTogether, Part
+from pwfn.lab.baselines import kmeans_clusters as kmeans
+from pwfn.lab.baselines import wfn_rounds as wfn
+from pwfn.lab.baselines.wfn_rounds import Pull
+from pwfn.lab.quantisers import ApotQuantiser, LsqPlusQuantiser, LsqQuantiser
+from pwfn.lab.quantisers.together import LsqTogether, Part
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -22,10 +22,10 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 import triton.language as tl  # noqa: E402 - after the skips
 
-from pwfn import ops  # noqa: E402
-from pwfn.ops import kernels as programs  # noqa: E402
-from pwfn.ops import library  # noqa: E402
-from pwfn.ops import triton as kernels  # noqa: E402
+from pwfn.bayes import kernels as ops  # noqa: E402
+from pwfn.bayes.kernels import kernels as programs  # noqa: E402
+from pwfn.bayes.kernels import library  # noqa: E402
+from pwfn.bayes.kernels import triton as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")

@@ -1,7 +1,7 @@
 """One fixing round read off METHOD.md, section 4, as plainly as it can be written.
 
 Lists, loops and Python's own float64; every weight is measured against every candidate. Slow on purpose:
-nothing here is shared with `pwfn.clustering` or `pwfn.pow2`.
+nothing here is shared with `pwfn.fixing.fix_round` or `pwfn.fixing.candidates`.
 """
 
 import math

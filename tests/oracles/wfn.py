@@ -1,6 +1,6 @@
 """WFN as plainly as it can be written: lists, loops, whole tables. Slow on purpose.
 
-Nothing here is shared with `pwfn.clustering_wfn`.
+Nothing here is shared with `pwfn.lab.baselines.wfn_rounds`.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from pwfn import models
-from pwfn.compressed import Compressed
 from pwfn.errors import PwfnError
 from pwfn.export.dense import to_safetensors, to_torch
 from pwfn.export.onnx import to_onnx
-from pwfn.fileformat import load
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import load
+from pwfn.zoo import models
 
 _ENDINGS = {"onnx": ".onnx", "safetensors": ".safetensors", "torch": ".pt"}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pwfn.compressed import Compressed
 from pwfn.errors import FileError
-from pwfn.storage import replacing
+from pwfn.file.compressed import Compressed
+from pwfn.file.storage import replacing
 
 FLOATS = ("fp32", "bf16", "fp16")
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pwfn.compressed import Compressed
 from pwfn.errors import PwfnError
-from pwfn.storage import replacing
+from pwfn.file.compressed import Compressed
+from pwfn.file.storage import replacing
 
 if TYPE_CHECKING:
     import onnx

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pwfn.evaluate.targets import pareto
 from pwfn.report.facts import RunFacts
 from pwfn.report.markup import Child, Markup, element, joined
 from pwfn.report.repeating import DATA, WEIGHTS
 from pwfn.report.tables import Cell, Column, bar, count, decimal, dotted, percent, table
 from pwfn.report.top import duration, setting_row
-from pwfn.targets import pareto
 
 _PARTS = {
     "index": "indices, one a weight",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pwfn.errors import FileError
-from pwfn.inspection import FileFacts, inspect
-from pwfn.metrics import Summary, summarise
+from pwfn.evaluate.entropy import Summary, summarise
+from pwfn.evaluate.inspect import FileFacts, inspect
 from pwfn.report.reading import RunData
 from pwfn.report.repeating import Command, Settings, command
 

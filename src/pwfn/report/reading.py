@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pwfn.compressed import Compressed
 from pwfn.errors import FileError
-from pwfn.fileformat import load
-from pwfn.observed import Observed
+from pwfn.evaluate.trace import Observed
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import load
 
 MODEL, RECORD, LOG, OBSERVED = "model.pwfn", "record.json", "log.jsonl", "observed.jsonl"
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pwfn.config import PRESETS, Config
+from pwfn.config import PRESETS, Config, MethodName
 from pwfn.errors import ConfigError
-from pwfn.sections import MethodName
 
 
 @dataclass(frozen=True)

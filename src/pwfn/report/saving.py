@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from pwfn import models
-from pwfn.costs import MOST_TERMS, CostSheet, Storage, cost_sheet
 from pwfn.errors import PwfnError
-from pwfn.opening import network_of
+from pwfn.lab.costs import MOST_TERMS, CostSheet, Storage, cost_sheet
 from pwfn.report.facts import RunFacts
 from pwfn.report.markup import Markup, element, joined
 from pwfn.report.tables import Cell, Column, bar, count, decimal, percent, table
+from pwfn.run.resolve import network_of
+from pwfn.zoo import models
 
 _STORED = {
     Storage.FP32: "fp32",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pwfn.errors import FileError
-from pwfn.storage import replacing
+from pwfn.file.storage import replacing
 
 
 def write(folders: Sequence[Path], out: Path) -> str:

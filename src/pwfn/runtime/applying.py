@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from pwfn.compressed import Compressed, Division, index_dtype
-from pwfn.coverage import is_hf_conv1d
 from pwfn.errors import LayoutError
+from pwfn.file.compressed import Compressed, Division, index_dtype
 from pwfn.layout import Entry
+from pwfn.layout.coverage import is_hf_conv1d
 from pwfn.runtime.layers import IndexedConv, IndexedEmbedding, IndexedLinear, IndexedWeight, read_as_dense
 
 KEPT_DENSE = "_pwfn_kept_dense"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pwfn.bayes.kernels.registration import define
 from pwfn.errors import WeightError
-from pwfn.ops.registration import define
 from pwfn.runtime import reference
 
 SCHEMAS: dict[str, str] = {

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pwfn.file.storage import make_folder
 from pwfn.report.figures import canvas, course, distances, layers, sigmas, sizes
 from pwfn.report.figures.canvas import STYLE, Drawing, Table
 from pwfn.report.reading import RunData, names
-from pwfn.storage import make_folder
 
 __all__ = ["STYLE", "Figure", "figures", "save_png"]
 

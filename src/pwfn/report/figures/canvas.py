@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pwfn.errors import PwfnError
-from pwfn.storage import replacing
+from pwfn.file.storage import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pwfn.distinct import counted
-from pwfn.observed import Moment
+from pwfn.evaluate.trace import Moment
+from pwfn.fixing.unique import counted
 from pwfn.report.figures.canvas import (
     INK,
     SERIES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pwfn.clustering import Move
-from pwfn.observed import Moment
+from pwfn.evaluate.trace import Moment
+from pwfn.fixing.fix_round import Move
 from pwfn.report.figures.canvas import INK, SERIES, Drawing, decades, dots, power, thousands, whole_numbers
 from pwfn.report.reading import RunData
 

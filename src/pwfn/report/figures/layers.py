@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pwfn.evaluate.entropy import Pool, per_attention_part, per_input_channel, summarise
 from pwfn.layout import Kind
-from pwfn.metrics import Pool, per_attention_part, per_input_channel, summarise
 from pwfn.report.figures.canvas import INK, SERIES, Drawing, boxes, percents, quantile, short
 from pwfn.report.reading import RunData
 

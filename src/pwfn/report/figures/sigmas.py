@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pwfn.observed import BINS_PER_OCTAVE, Histogram, Moment, Observed, Sample
-from pwfn.posterior import initial_sigma
+from pwfn.bayes.gaussian import initial_sigma
+from pwfn.config import MethodName, SigmaInit
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Observed, Sample
 from pwfn.report.figures.canvas import (
     INK,
     SERIES,
@@ -22,7 +23,6 @@ from pwfn.report.figures.canvas import (
     strengths,
 )
 from pwfn.report.reading import RunData
-from pwfn.sections import MethodName, SigmaInit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pwfn.inspection import FileFacts, inspect
+from pwfn.evaluate.inspect import FileFacts, inspect
+from pwfn.evaluate.targets import pareto
 from pwfn.report.figures.canvas import INK, SERIES, Drawing, accuracies, short, thousands
 from pwfn.report.reading import RunData
-from pwfn.targets import pareto
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""A network whose weights are Gaussians, N(mu, sigma), and its training."""

@@ -1,0 +1,6 @@
+"""The few hot operations on flat vectors: the plain versions are the truth."""
+
+from pwfn.bayes.kernels.fused import adamw_, draw, draw_, draw_backward, grad_squared_norm, sgd_
+from pwfn.bayes.kernels.reference import free_offsets, sample
+
+__all__ = ["adamw_", "draw", "draw_", "draw_backward", "free_offsets", "grad_squared_norm", "sample", "sgd_"]

@@ -1,0 +1,79 @@
+"""Random states: seeded for a run, taken for a checkpoint, and put back as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from pwfn.zoo.data.epochs import seed_from
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """The seed of one process of several: the run's own for the first, an unrelated one for each other.
+
+    >>> rank_seed(5, 0), rank_seed(5, 1) == rank_seed(6, 0)
+    (5, False)
+    """
+    return seed if rank == 0 else seed_from("rank", seed, rank)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within the block all random states start from the seed and cuDNN repeats itself exactly.
+
+    Afterwards every state is as it was, so that a run does not disturb its caller.
+    """
+    # torch.manual_seed reaches every CUDA device, so that all of them have a state to put back.
+    uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
+    cuda = range(torch.cuda.device_count()) if uses_cuda else ()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    cudnn = torch.backends.cudnn
+    flags = cudnn.deterministic, cudnn.benchmark
+    with torch.random.fork_rng(devices=cuda):
+        try:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            cudnn.deterministic, cudnn.benchmark = True, False
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            cudnn.deterministic, cudnn.benchmark = flags
+
+
+def random_states() -> dict[str, Any]:
+    """Every random state that a run draws from, as plain values and tensors."""
+    numbers: Any = np.random.get_state()
+    name, keys, position, has_gauss, gauss = numbers
+    version, internal, next_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, list(internal), next_gauss],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put back what ``random_states`` gave.
+
+    >>> with seeded(0, torch.device("cpu")):
+    ...     before = random_states()
+    ...     first = torch.rand(())
+    ...     restore_random_states(before)
+    ...     bool(first == torch.rand(()))
+    True
+    """
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    name, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, internal, next_gauss = states["python"]
+    random.setstate((version, tuple(internal), next_gauss))

@@ -1,0 +1,1 @@
+"""Few values to bytes and back: the compressed network and the .pwfn format."""

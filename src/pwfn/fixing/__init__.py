@@ -1,0 +1,1 @@
+"""Gaussian weights to few values: candidates, selection and one fixing round."""

@@ -1,0 +1,218 @@
+"""The cost sheet: products counted in one forward pass, bytes read, energy estimated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pwfn.file.compressed import Compressed
+from pwfn.lab.costs.energy import (
+    ASSUMPTIONS,
+    MOST_TERMS,
+    PAIRS,
+    Arithmetic,
+    Energy,
+    EnergyFigures,
+    energies,
+)
+from pwfn.lab.costs.products import Example, count_products
+from pwfn.lab.costs.traffic import Storage, Traffic, traffic_of, untouched_bytes
+from pwfn.layout import Kind
+
+_NAMED = 8  # weights in a line for people
+_SAID = {
+    Storage.FP32: "fp32",
+    Storage.INT8: "int8",
+    Storage.INDICES: "indices of a fixed number of bits",
+    Storage.CODED: "entropy-coded, as in a file",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one layer, or of all: products of one inference, bytes of weights, and energy."""
+
+    name: str  # of the layer; empty where it is the model itself, or all of it
+    layer_type: str
+    weights: int
+    macs_by_order: Mapping[int, int]  # multiply-accumulates by the order of their weight
+    uncompressed_macs: int  # without a compressed weight, which only the whole network has
+    traffic: Traffic
+    energy: tuple[Energy, ...]  # one for each of PAIRS
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates with a compressed weight."""
+        return sum(self.macs_by_order.values())
+
+    @property
+    def skipped_macs(self) -> int:
+        """Those whose weight is 0."""
+        return self.macs_by_order.get(0, 0)
+
+    @property
+    def shift_macs(self) -> int:
+        """Those whose weight is plus or minus a power of two."""
+        return self.macs_by_order.get(1, 0)
+
+    @property
+    def shift_add_macs(self) -> int:
+        """Those whose weight is a sum of two to MOST_TERMS powers of two."""
+        return sum(n for order, n in self.macs_by_order.items() if 2 <= order <= MOST_TERMS)
+
+    @property
+    def multiplied_macs(self) -> int:
+        """Those whose weight needs more powers of two: they stay multiplications."""
+        return sum(n for order, n in self.macs_by_order.items() if order > MOST_TERMS)
+
+    def energy_of(self, arithmetic: Arithmetic, storage: Storage) -> Energy:
+        """The estimate for one of PAIRS."""
+        return self.energy[PAIRS.index((arithmetic, storage))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with the sums."""
+        sums = ("macs", "skipped_macs", "shift_macs", "shift_add_macs", "multiplied_macs")
+        return {
+            **asdict(self),
+            **{name: getattr(self, name) for name in sums},
+            "macs_by_order": {str(order): n for order, n in self.macs_by_order.items()},
+            "energy": [{**asdict(e), "energy_microjoules": e.energy_microjoules} for e in self.energy],
+        }
+
+
+@dataclass(frozen=True)
+class CostSheet:
+    """What one inference of one example costs; the energy is an estimate.
+
+    The traffic of ``whole`` is that of the layers, with codebooks and frequency tables where the storage has
+    them, and the uncompressed tensors, in every storage alike.
+    """
+
+    whole: Cost
+    layers: tuple[Cost, ...]
+    untouched_bytes: int  # of the uncompressed tensors, counted in ``whole``
+    coded_is_measured: bool  # coded bytes are those of a file; else entropy times weights
+    not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no product of matrices
+    figures: EnergyFigures
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "estimate": True,
+            "whole": self.whole.to_dict(),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "untouched_bytes": self.untouched_bytes,
+            "coded_is_measured": self.coded_is_measured,
+            "not_multiplied": list(self.not_multiplied),
+            "figures_picojoules": asdict(self.figures),
+            "assumptions": list(self.assumptions),
+        }
+
+    def lines(self) -> list[str]:
+        """For people, a line each."""
+        whole = self.whole
+        every = whole.macs + whole.uncompressed_macs
+        rows = [f"one inference of one example: {every:,} multiply-accumulates"]
+        kinds = {order: _kind(order) for order in range(MOST_TERMS + 1)}
+        counts = [(text, whole.macs_by_order.get(order, 0)) for order, text in kinds.items()]
+        counts.append((f"multiplied: a weight of order above {MOST_TERMS}", whole.multiplied_macs))
+        counts.append(("in full precision: no compressed weight", whole.uncompressed_macs))
+        rows += [f"  {text:<42}{n:>18,}{n / max(every, 1):>8.1%}" for text, n in counts if n]
+        rows += [f"weights read once, with {self.untouched_bytes:,} bytes of uncompressed tensors each time"]
+        for storage in Storage:
+            size = whole.traffic.of(storage)
+            ratio = whole.traffic.fp32_bytes / max(size, 1)
+            note = "" if storage is not Storage.CODED or self.coded_is_measured else "  (by entropy)"
+            rows.append(f"  {_SAID[storage]:<42}{size:>18,} bytes{ratio:>8.1f}×{note}")
+        rows.append(f"{'energy in microjoules: an ESTIMATE':<44}{'compute':>12}{'traffic':>12}{'sum':>12}")
+        for e in whole.energy:
+            figures = (e.compute_microjoules, e.traffic_microjoules, e.energy_microjoules)
+            text = f"{e.arithmetic.replace('_', ' ')}, weights as {e.storage}"
+            rows.append(f"  {text:<42}" + "".join(f"{figure:>12,.3f}" for figure in figures))
+        if self.not_multiplied:
+            more = len(self.not_multiplied) - _NAMED
+            rows.append(
+                "compressed, but in no convolution and no product of matrices (looked up, added, or changed "
+                f"before it is used): {', '.join(self.not_multiplied[:_NAMED])}"
+                + (f" and {more:,} more" if more > 0 else "")
+            )
+        return [*rows, "assumptions:", *(f"  - {text}" for text in self.assumptions)]
+
+
+def cost_sheet(
+    compressed: Compressed,
+    model: nn.Module,
+    example: Example,
+    *,
+    file: str | Path | None = None,
+    batch_axis: int = 0,
+    figures: EnergyFigures | None = None,
+) -> CostSheet:
+    """What one inference costs, from one forward pass of a dense model of the same architecture.
+
+    ``example`` is a batch of one: a tensor, a tuple of the model's inputs, or a mapping of them by name. With
+    ``file``, the .pwfn file of this network, the coded bytes are its own. The values of the model's weights
+    do not matter: their orders are those of ``compressed``.
+
+    >>> import torch
+    >>> from pwfn.layout import Layout
+    >>> model = nn.Linear(3, 2, bias=False)
+    >>> weights = torch.tensor([0.5, 0.0, 0.75, -1.0, 0.0, 0.3])
+    >>> sheet = cost_sheet(Compressed.of(Layout.of(model), weights, None, {}), model, torch.ones(1, 3))
+    >>> whole = sheet.whole
+    >>> whole.macs, whole.skipped_macs, whole.shift_macs, whole.shift_add_macs, whole.multiplied_macs
+    (6, 2, 2, 1, 1)
+    """
+    products = count_products(compressed, model, example, batch_axis=batch_axis)
+    entries = compressed.layout.entries
+    traffic, shared = traffic_of(compressed, file)
+    untouched = untouched_bytes(compressed)
+    figures = figures or EnergyFigures()
+
+    def cost(name: str, layer_type: str, own: list[int], uncompressed: int, besides: Traffic) -> Cost:
+        macs = _sums(products.by_order[i] for i in own)
+        read = sum((traffic[i] for i in own), besides)
+        weights = sum(entries[i].size for i in own)
+        energy = energies(macs, uncompressed, read, figures)
+        return Cost(name, layer_type, weights, macs, uncompressed, read, energy)
+
+    by_layer: dict[str, list[int]] = {}
+    for i, entry in enumerate(entries):
+        by_layer.setdefault(entry.layer, []).append(i)
+    everywhere = shared + Traffic(untouched, untouched, untouched, untouched)
+    every = list(range(len(entries)))
+    return CostSheet(
+        whole=cost("", type(model).__name__, every, products.uncompressed, everywhere),
+        layers=tuple(
+            cost(layer, entries[own[0]].layer_type, own, 0, Traffic()) for layer, own in by_layer.items()
+        ),
+        untouched_bytes=untouched,
+        coded_is_measured=file is not None,
+        not_multiplied=tuple(
+            entry.name
+            for entry, macs in zip(entries, products.by_order, strict=True)
+            if entry.kind is Kind.WEIGHT and not macs
+        ),
+        figures=figures,
+    )
+
+
+def _sums(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    total: Counter[int] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(sorted(total.items()))
+
+
+def _kind(order: int) -> str:
+    if order == 0:
+        return "skipped: the weight is 0"
+    if order == 1:
+        return "a shift: a power of two"
+    return f"{order} shifts, {order - 1} add{'s' if order > 2 else ''}: order {order}"
