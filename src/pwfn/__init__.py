@@ -1,13 +1,13 @@
 """Neural networks whose millions of weights take only a handful of values.
 
-pwfn implements Probabilistic Weight Fixing: a pre-trained network's weights become Gaussians,
-are trained, and are fixed round by round onto one whole-network codebook of sums of powers of two.
+pwfn implements Probabilistic Weight Fixing: a pre-trained network's weights become Gaussians, are trained,
+and are fixed round by round onto one codebook of sums of powers of two for the whole network.
 """
 
-from pwfn.bayes.distributed import Distributed
-from pwfn.bayes.gaussian import GaussianNetwork, initial_sigma
-from pwfn.bayes.optimizer import FlatAdamW, FlatSGD
-from pwfn.compress import Result, compress
+from pwfn.bayes.gaussian import GaussianNetwork
+from pwfn.bayes.optimizer import FlatSGD
+from pwfn.bayes.sigma import initial_sigma
+from pwfn.compress import compress
 from pwfn.config import PAPER_FRACTIONS, Config
 from pwfn.errors import (
     ConfigError,
@@ -20,47 +20,40 @@ from pwfn.errors import (
     TooLargeError,
     WeightError,
 )
-from pwfn.evaluate.targets import Choice, State
+from pwfn.evaluate.ensemble import ensemble
+from pwfn.evaluate.score import evaluate
 from pwfn.file.compressed import Compressed
-from pwfn.file.format import load
+from pwfn.file.format import load, loads
 from pwfn.fixing.candidates import candidates
-from pwfn.fixing.fix_round import FixRecord, FixResult, FixStep, Move, fix_round
+from pwfn.fixing.fix_round import fix_round
 from pwfn.layout import Layout
-from pwfn.progress import Progress, Round, StepEvent
+from pwfn.result import Result
 from pwfn.version import __version__
 
 __all__ = [
     "PAPER_FRACTIONS",
-    "Choice",
     "Compressed",
     "Config",
     "ConfigError",
     "DataError",
-    "Distributed",
     "DivergedError",
     "FileError",
-    "FixRecord",
-    "FixResult",
-    "FixStep",
-    "FlatAdamW",
     "FlatSGD",
     "GaussianNetwork",
     "Layout",
     "LayoutError",
-    "Move",
     "PeerError",
-    "Progress",
     "PwfnError",
     "Result",
-    "Round",
-    "State",
-    "StepEvent",
     "TooLargeError",
     "WeightError",
     "__version__",
     "candidates",
     "compress",
+    "ensemble",
+    "evaluate",
     "fix_round",
     "initial_sigma",
     "load",
+    "loads",
 ]

@@ -1,56 +1,39 @@
-"""The whole method in one call: warm-up, rounds of training and fixing, and the finish."""
+"""The whole method in one call: start, [train, fix] for every round, finish."""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pwfn.bayes.batches import Source
+from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.objective import LossFn, Scores, finite
-from pwfn.bayes.randomness import rank_seed, seeded
+from pwfn.bayes.fold_batchnorm import shrink_uncompressed
+from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, WeightState, phases
+from pwfn.bayes.objective import LossFn, Objective, divergence
+from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
+from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seed_from, seeded
+from pwfn.bayes.sensitivity import probe
+from pwfn.bayes.train import PhaseState, fit, steps_in
 from pwfn.config import Config, Precision
 from pwfn.errors import ConfigError
-from pwfn.evaluate.entropy import Summary, summarise
-from pwfn.evaluate.targets import Choice, State, meets
+from pwfn.evaluate import trace
+from pwfn.evaluate.entropy import Pool, summarise
+from pwfn.evaluate.score import Scores, accuracy, mean_scores
+from pwfn.evaluate.targets import State, check_target, choose, meets
 from pwfn.file.compressed import Compressed
+from pwfn.file.format import dumps, loads
 from pwfn.progress import Keep, Progress, Round, StepEvent
-from pwfn.rounds import Run
+from pwfn.result import Result
 
-
-@dataclass(frozen=True)
-class Result:
-    """What ``compress`` returns."""
-
-    compressed: Compressed
-    summary: Summary
-    rounds: tuple[Round, ...]
-    before: Scores | None  # the original network on the validation data
-    fixed: Scores | None  # just after the last fixing
-    after: Scores | None  # at the end, measured on the decoded weights
-    config: Config
-    epochs: float  # trained, polish included
-    seconds: float  # of work, in all the processes that went on with it
-    _original: nn.Module = field(repr=False)
-    states: tuple[State, ...] = ()  # after each round, where they were asked for
-    choice: Choice | None = None  # of one of them, where there was a target
-    target_met: bool | None = None  # by the figures at the end
-
-    def save(
-        self, path: str | Path, *, posterior: str | None = None, record: Mapping[str, Any] | None = None
-    ) -> int:
-        """Write a .pwfn file and return its size in bytes; see :func:`pwfn.file.format.save`."""
-        return self.compressed.save(path, posterior=posterior, record=record)
-
-    def model(self) -> nn.Module:
-        """A new copy of the original model with the compressed weights in it, in evaluation mode."""
-        return self.compressed.apply_to(copy.deepcopy(self._original)).eval()
+POLISH_LEARNING_RATE = 1e-3
 
 
 def compress(
@@ -60,6 +43,7 @@ def compress(
     config: Config | None = None,
     loss_fn: LossFn = F.cross_entropy,
     *,
+    preset: str | None = None,
     metric: LossFn | None = None,
     distill: bool | LossFn = False,
     device: torch.device | str | None = None,
@@ -67,113 +51,388 @@ def compress(
     on_step: Callable[[StepEvent], None] | None = None,
     resume: Progress | None = None,
     keep: Keep | None = None,
-    between: Callable[[], None] | None = None,
+    before_batch: Callable[[], None] | None = None,
     record: Mapping[str, Any] | None = None,
     distributed: Distributed | None = None,
 ) -> Result:
     """Turn a pre-trained network into one whose weights take a handful of values.
 
     Args:
-        model: any eager model with convolution or linear layers; left as it is.
-        train_loader: batches ``(input, …, target)``, mappings with ``labels`` or ``target``, or
-            inputs alone with ``distill``; iterated again for every epoch.
+        model: any eager model with convolution or linear layers; it is not changed.
+        train_loader: batches ``(input, …, target)``, mappings with ``labels`` or ``target``, or inputs
+            alone with ``distill``; iterated again for every epoch.
         val_loader: where given, every round is scored on it.
-        config: ``Config.preset("recommended")`` unless given.
+        config: the settings; ``Config.preset("recommended")`` unless given.
         loss_fn: a function of the model's output and the target.
+        preset: the name of a preset, instead of ``config``.
         metric: a mean over the batch to report beside the loss; accuracy for cross entropy, unless
             ``distill`` is a function.
-        distill: ``True``: the loss is the divergence from the original network's softmax output,
-            so that unlabelled data will do; or a function of output and original output. Scores are
-            by it too. (With ``training.distill`` only training is; ``training.distill_share`` is for both.)
+        distill: ``True``: the loss is the divergence from the original network's softmax output, so that
+            unlabelled data is enough; or a function of output and original output. Scores use it too.
+            (The setting ``training.distill`` changes training only.)
         device: where to run; the model's own unless given.
         on_round: called after every round with the progress so far.
-        on_step: called a few times a second in training.
-        resume: the progress of a run that stopped; left as it is.
-        keep: called after every training step with a function that gives the progress at that very
-            step, to be called (and its result stored) only now and then; see :data:`pwfn.progress.Keep`.
-        between: called before every batch of validation data; it may raise.
+        on_step: called a few times per second in training.
+        resume: the progress of a run that stopped.
+        keep: called after every training step with a function that gives the progress at that step, to be
+            called (and its result stored) only now and then; see :data:`pwfn.progress.Keep`.
+        before_batch: called before every batch of validation data; it may raise.
         record: facts to keep in the file beside those of the run, as JSON can hold them.
         distributed: the processes of this run; those it was launched with (torchrun, accelerate launch)
-            unless given. ``pwfn.Distributed(device)`` runs alone in any case.
+            unless given.
 
-    The same seed on the same machine gives a bit-identical result. Random states are put back as
-    they were. An error in mid-run, or an interrupt, carries what was reached as ``error.progress``.
+    The same seed on the same machine with the same number of threads gives the same bits. Random states
+    are restored afterwards. An error or an interrupt in the run carries what was reached as
+    ``error.progress``.
 
-    With several processes each calls this alike, with its own share of the data: a step averages
-    their gradients, each draws its own noise, and their clusters are compared after every round.
+    With several processes each makes the same call with its own share of the data: a step averages their
+    gradients, each draws its own noise, and their weights are compared after every round.
 
     >>> data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(2)]
     >>> result = compress(nn.Linear(4, 2), data)
     >>> result.compressed.values().numel()
     10
     """
-    config = Config() if config is None else config
+    if config is not None and preset is not None:
+        raise ConfigError("give config or preset, not both")
+    config = Config.preset(preset or "recommended") if config is None else config
     if not isinstance(config, Config):
         raise ConfigError(
             f"config is a {type(config).__name__}: allowed is a pwfn.Config, such as "
             'pwfn.Config.preset("paper")'
         )
-    resume = Progress() if resume is None else resume
-    if not isinstance(resume, Progress):
-        raise ConfigError(f"resume is a {type(resume).__name__}: allowed is a pwfn.Progress")
+    if resume is not None and not isinstance(resume, Progress):
+        raise ConfigError(f"resume is a {type(resume).__name__}: allowed is a pwfn.progress.Progress")
     if distributed is None:
         distributed = distributed_for(_device_of(model) if device is None else device)
     with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
         run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill)
-        progress = replace(resume, rounds=list(resume.rounds), states=list(resume.states))
-        run.progress, run.keep, run.between, run.on_step = progress, keep, between, on_step
-        run.record = dict(record or {})
+        run.progress = resume or Progress()
+        run.keep, run.before_batch, run.on_step, run.record = keep, before_batch, on_step, dict(record or {})
         try:
-            run.whole(on_round)
-            return _result(run)
+            return run.whole(on_round)
         except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
-            error.progress = progress  # type: ignore[attr-defined]  # ours declare it, others can hold it
+            error.progress = run.progress  # type: ignore[attr-defined]  # ours declare it, others can hold it
             raise
 
 
-def _result(run: Run) -> Result:
-    """What has come out, once nothing is left to do."""
-    progress, target = run.progress, run.config.target
-    compressed = run.net.finish()
-    after = run.scores(compressed.apply_to(copy.deepcopy(run.original)), Precision.FP32)
-    summary = summarise(compressed.layout, compressed.values())
-    bits = summary.whole.entropy_bits
-    return Result(
-        compressed=replace(
-            compressed, record={**compressed.record, **_record(run.config, progress, after), **run.record}
-        ),
-        summary=summary,
-        rounds=tuple(progress.rounds),
-        before=progress.before,
-        fixed=progress.rounds[-1].scores,
-        after=after,
-        config=run.config,
-        epochs=run.epochs,
-        seconds=progress.seconds,
-        states=tuple(progress.states),
-        choice=progress.choice,
-        target_met=meets(target, progress.before, after, bits) if target.wanted else None,
-        _original=run.original,
-    )
+class Run:
+    """One run: network, data, objective, and how far it has come."""
+
+    keep: Keep | None = None
+    before_batch: Callable[[], None] | None = None
+    on_step: Callable[[StepEvent], None] | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None,
+        config: Config,
+        distributed: Distributed,
+        loss_fn: LossFn,
+        metric: LossFn | None,
+        distill: bool | LossFn,
+    ) -> None:
+        self.config, self.distributed, self.progress = config, distributed, Progress()
+        self.record: dict[str, Any] = {}  # facts that every file of this run keeps
+        self.net: Method = METHODS[config.method](model, config).to(distributed.device)
+        self.phases = phases(config)
+        self.original = copy.deepcopy(model).to(distributed.device).eval()
+        # Convolutions in bf16 and fp16 are fastest on CUDA with this order.
+        last = config.training.precision is not Precision.FP32 and distributed.device.type == "cuda"
+        self.train = Source("train_loader", train_loader, distributed.device, last)
+        self.val: Source | None = None
+        if val_loader is not None:
+            self.val = Source("val_loader", val_loader, distributed.device, last)
+        compare = divergence if distill is True else distill or None
+        classifies = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
+        self.metric = metric or (accuracy if classifies and compare in (None, divergence) else None)
+        check_target(config.target, self.val is not None and self.metric is not None)
+        # The argument replaces the task; the setting only changes how it is trained.
+        self.scored = Objective(compare, self.original) if compare else Objective(loss_fn)
+        self.objective = self.scored
+        if compare is None and config.training.distill:
+            self.objective = Objective(divergence, self.original)
+        self.batches_per_epoch = self.train.steps_per_epoch(config.training)
+
+    def whole(self, on_round: Callable[[Progress], None] | None = None) -> Result:
+        """Everything that is left to do: the rounds, the choice where there is a target, the finish."""
+        self._started = time.perf_counter() - self.progress.seconds
+        if self.progress.network is None:
+            self._start()
+        self.progress.restore(self.net)
+        self.batches = self.train.endless(self.progress.batches)
+        if self.progress.random is not None:
+            restore_random_states(self.progress.random[self.distributed.rank])
+        done = self.progress.rounds[-1].fix.fraction if self.progress.rounds else 0.0
+        for number, phase in enumerate(self.phases, 1):
+            if phase.fraction > done:
+                self._round(number, phase)
+                if on_round is not None:
+                    on_round(self.progress)
+        return self._finish()
+
+    def _start(self) -> None:
+        """Score the original, and let the method find its starting values."""
+        if self.config.finish.shrinks:  # what cannot be done is said now, not after all the work
+            shrink_uncompressed(copy.deepcopy(self.net.model), self.config.finish)
+        before = self.scores(self.original, Precision.FP32)
+        self.start_network(self.net)
+        start = trace.at_start(self.net.layout, self.net.state())
+        self.progress = replace(self.progress, before=before, start=start)
+
+    def start_network(self, net: Method) -> None:
+        """Starting values that need data; the run's own pass over the data is not advanced."""
+        with torch.no_grad():
+            net.start(probe(net, self.train, self.scored, self.distributed))
+        if self.distributed.world > 1:  # each has seen its own batches: all start as the first does
+            net.load_state_dict(self.distributed.first(lambda: _on_cpu(net.state_dict())))
+
+    def _round(self, number: int, phase: Phase) -> None:
+        """Train, fix, score; then the progress changes at once."""
+        started = time.perf_counter()
+        net, steps = self.net, self.steps_in(phase.epochs)
+        where = f"round {number} of {len(self.phases)}"
+        loss = None
+        if steps:
+            seed = seed_from("noise", self.config.seed, self.distributed.rank, number)
+            alone = self.distributed.world == 1 and self.config.training.accumulate == 1
+            optimizer = optimizer_for(net, self.config.training, seed, fused=alone)
+            loss = self._fit(net, optimizer, steps, number, where, seed)
+        state = net.state()
+        before = trace.before_fixing(number, net.layout, state)
+        quartiles = _sigma_quartiles(state)
+        fixed = net.fix(phase.fraction)
+        state = net.state()
+        after = trace.after_fixing(number, fixed, net.layout, state)
+        self.distributed.check_alike(f"{where}: the weights", _own_tensors(net))
+        made = Round(
+            number=number,
+            steps=steps,
+            loss=loss,
+            fix=fixed,
+            fixed=Pool.of(state.mu if state.fixed is None else state.mu[state.fixed]),
+            sigma_quartiles=quartiles,
+            scores=self.scores(net),
+            seconds=time.perf_counter() - started,
+            traces=(after,) if before is None else (before, after),
+        )
+        states = (self._state(number, phase.fraction),) if self.config.target.wanted else ()
+        self._advance(rounds=(*self.progress.rounds, made), states=(*self.progress.states, *states))
+
+    def _state(self, number: int, fraction: float) -> State:
+        """The whole network as it would be if the run ended here; the run itself is not affected."""
+        net = self.net.rounded()
+        dice = random_states()  # a loader that shuffles may draw from them
+        fixed = FixedNetwork(net, net.finish())
+        if self.config.finish.reestimate_epochs:
+            steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
+            where = f"the state after round {number}"
+            reestimate_batchnorm(fixed, self.train.endless(), steps, where, self.distributed)
+        compressed = fixed.finish()
+        scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
+        restore_random_states(dice)
+        facts = {"method": self.config.method, "settings": self.config.to_dict(), "round": number}
+        whole = replace(compressed, record={**compressed.record, **facts, **self.record})
+        pool = Pool.of(compressed.values())
+        content = self.distributed.first(lambda: dumps(whole))
+        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content)
+
+    def _finish(self) -> Result:
+        """Choose a state where there is a target, then what comes after the last fixing."""
+        progress, finish = self.progress, self.config.finish
+        choice = progress.choice
+        if self.config.target.wanted and choice is None:
+            choice = choose(progress.states, progress.before, self.config.target)
+        if choice is not None and choice.round < len(self.phases):
+            compressed = loads(next(s for s in progress.states if s.round == choice.round).content)
+        else:
+            compressed = self.net.finish()
+        net = FixedNetwork(self.net, compressed)
+        if progress.uncompressed is not None:
+            net.model.load_state_dict(progress.uncompressed)
+        polish = self.polish_steps
+        # Statistics fit the point estimate, then the parameters the statistics, then once more.
+        steps: tuple[tuple[bool, Callable[[FixedNetwork], object]], ...] = (
+            (finish.reestimate_epochs > 0, self._reestimate),
+            (polish > 0, self._polish),
+            (finish.reestimate_epochs > 0 and polish > 0, self._reestimate),
+            (finish.shrinks, lambda net: shrink_uncompressed(net.model, finish)),
+        )
+        for number, (wanted, step) in enumerate(steps):
+            if number >= self.progress.finished:
+                if wanted:
+                    step(net)
+                uncompressed = _on_cpu(net.model.state_dict())
+                self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
+        return self._result(net.finish())
+
+    def _reestimate(self, net: FixedNetwork) -> None:
+        steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
+        reestimate_batchnorm(net, self.batches, steps, "BatchNorm re-estimation", self.distributed)
+
+    @property
+    def polish_steps(self) -> int:
+        """Steps of polish: none where every parameter is compressed."""
+        trained = any(p.requires_grad for p in self.net.model.parameters())
+        return self.steps_in(self.config.finish.polish_epochs) if trained else 0
+
+    def _polish(self, net: FixedNetwork) -> None:
+        """Train the uncompressed parameters alone, with noise off."""
+        optimizer = torch.optim.SGD(
+            [p for p in net.model.parameters() if p.requires_grad],
+            lr=POLISH_LEARNING_RATE,
+            momentum=MOMENTUM,
+            weight_decay=self.config.training.weight_decay,
+        )
+        self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
+
+    def _result(self, compressed: Compressed) -> Result:
+        progress, target = self.progress, self.config.target
+        after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
+        summary = summarise(compressed.layout, compressed.values())
+        facts = {
+            "method": self.config.method,
+            "settings": self.config.to_dict(),
+            "before": progress.before.to_dict() if progress.before else None,
+            "after": after.to_dict() if after else None,
+        }
+        met = meets(target, progress.before, after, summary.whole.entropy_bits) if target.wanted else None
+        polished = self.config.finish.polish_epochs if self.polish_steps else 0.0
+        return Result(
+            compressed=replace(compressed, record={**compressed.record, **facts, **self.record}),
+            summary=summary,
+            rounds=progress.rounds,
+            before=progress.before,
+            fixed=progress.rounds[-1].scores,
+            after=after,
+            config=self.config,
+            epochs=sum(phase.epochs for phase in self.phases) + polished,
+            seconds=progress.seconds,
+            states=progress.states,
+            choice=progress.choice,
+            target_met=met,
+            _original=self.original,
+        )
+
+    def _fit(
+        self,
+        net: Method | FixedNetwork,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        round_number: int,
+        where: str,
+        seed: int | None,
+    ) -> float:
+        """One phase, from the beginning or from where the progress says that it was left."""
+        training, plan = self.config.training, self.phase_steps()
+        earlier, share = sum(plan[: round_number - 1]), training.accumulate / self.batches_per_epoch
+
+        def on_loss(step: int, loss: float, learning_rate: float) -> None:
+            if self.on_step is not None:
+                self.on_step(
+                    StepEvent(
+                        *(where, round_number, len(self.phases), step, steps, step * share, steps * share),
+                        *(loss, learning_rate, (earlier + step) / sum(plan), self.batches.drawn),
+                    )
+                )
+
+        def after_step(step: int, snapshot: Callable[[], PhaseState]) -> None:
+            if self.keep is not None:
+                self.keep(lambda: self._in_phase(net, snapshot()), step == steps)
+
+        polish = isinstance(net, FixedNetwork)
+        loss = fit(
+            net,
+            self.batches,
+            steps,
+            self.objective,
+            replace(training, scheduler="none", ema_decay=0.0) if polish else training,
+            optimizer=optimizer,
+            where=where,
+            seed=seed,
+            start=self.progress.phase,
+            after_step=after_step,
+            on_loss=on_loss,
+            distributed=self.distributed,
+        )
+        # As with DistributedDataParallel, the first process's statistics are used by all.
+        buffers = [buffer for buffer in net.model.buffers() if buffer.dtype != torch.bool]
+        self.distributed.copy_first_(buffers)
+        return loss
+
+    def _in_phase(self, net: Method | FixedNetwork, phase: PhaseState) -> Progress:
+        """The progress in the middle of a phase."""
+        if isinstance(net, FixedNetwork):
+            return self._now(uncompressed=_on_cpu(net.model.state_dict()), phase=phase)
+        return self._now(network=_on_cpu(net.state_dict()), phase=phase)
+
+    def _advance(self, **changes: Any) -> None:
+        """The progress between two phases."""
+        self.progress = self._now(network=_on_cpu(self.net.state_dict()), phase=None, **changes)
+
+    def _now(self, **changes: Any) -> Progress:
+        return replace(
+            self.progress,
+            batches=self.batches.drawn,
+            random=self.distributed.gather(random_states()),
+            seconds=time.perf_counter() - self._started,
+            **changes,
+        )
+
+    def phase_steps(self) -> list[int]:
+        """Steps of each phase: of every round, and of polish."""
+        return [*(self.steps_in(phase.epochs) for phase in self.phases), self.polish_steps]
+
+    def steps_in(self, epochs: float) -> int:
+        """Steps of the optimiser in a number of epochs."""
+        return steps_in(epochs / self.config.training.accumulate, self.batches_per_epoch)
+
+    def scores(self, model: nn.Module, precision: Precision | None = None) -> Scores | None:
+        """Scores of a model on the validation data, if there is any.
+
+        In the precision of training, which is faster, unless given; before and after in float32.
+        """
+        if self.val is None:
+            return None
+        # Processes may have different numbers of batches, so that they could not agree to stop here.
+        before_batch = self.before_batch if self.distributed.world == 1 else None
+        return mean_scores(
+            model,
+            self.val,
+            self.scored,
+            self.metric,
+            precision or self.config.training.precision,
+            distributed=self.distributed,
+            before_batch=before_batch,
+        )
 
 
-def _record(config: Config, progress: Progress, after: Scores | None) -> dict[str, Any]:
-    """The facts of a run that its file keeps, as JSON can hold them."""
+def _own_tensors(net: Method) -> list[Tensor]:
+    """The method's own state, without the uncompressed part of the model."""
+    return [
+        value
+        for name, value in net.state_dict().items()
+        if isinstance(value, Tensor) and not name.startswith("model.")
+    ]
+
+
+def _sigma_quartiles(state: WeightState) -> tuple[float, float, float] | None:
+    if state.sigma is None or state.fixed is None:
+        return None
+    values = state.sigma[~state.fixed]
+    if values.numel() == 0:
+        return (0.0, 0.0, 0.0)
+    at = [round(q * (values.numel() - 1)) for q in (0.25, 0.5, 0.75)]
+    low, middle, high = (float(values.kthvalue(position + 1).values) for position in at)
+    return (low, middle, high)
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "method": str(config.method),
-        "settings": config.to_dict(),
-        "before": progress.before.to_dict() if progress.before else None,
-        "after": after.to_dict() if after else None,
-        "rounds": [
-            {
-                "fraction": done.fix.fraction,
-                "loss": finite(done.loss),
-                "metric": finite(done.scores.metric) if done.scores else None,
-                "entropy_bits": done.fixed.entropy_bits,
-                "unique": done.fixed.unique,
-            }
-            for done in progress.rounds
-        ],
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
     }
 
 

@@ -1,23 +1,23 @@
-"""How far a run has come: what each round gave, and all that it takes to go on."""
+"""How far a run has come: what each round gave, and everything needed to resume."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from pwfn.bayes.gaussian import GaussianNetwork
-from pwfn.bayes.network import WeightNetwork
-from pwfn.bayes.objective import Scores, finite
-from pwfn.bayes.train import Fitting
+from pwfn.bayes.method import Method
+from pwfn.bayes.train import PhaseState
 from pwfn.config import Config
 from pwfn.errors import WeightError
 from pwfn.evaluate.entropy import Pool
+from pwfn.evaluate.score import Scores, finite
 from pwfn.evaluate.targets import Choice, State
-from pwfn.evaluate.trace import Observed
-from pwfn.fixing.fix_round import FixRecord
+from pwfn.evaluate.trace import Trace
+from pwfn.fixing.record import FixRecord
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Round:
     sigma_quartiles: tuple[float, float, float] | None  # of the weights that were free in training
     scores: Scores | None  # of the point estimate on the validation data
     seconds: float
-    observed: tuple[Observed, ...] = ()  # before and after the fixing
+    traces: tuple[Trace, ...] = ()  # before and after the fixing
 
     def to_dict(self) -> dict[str, Any]:
         """Its figures as plain values."""
@@ -55,69 +55,73 @@ class Round:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """A moment in training, told a few times a second at most."""
+    """A moment in training, reported a few times per second at most."""
 
     stage: str  # "round 3 of 10", "polish"
     round: int  # from 1; one more than there are for what comes after
     rounds: int
-    step: int  # done in this stretch of training
+    step: int  # done in this phase
     steps: int
-    epoch: float  # done in this stretch
+    epoch: float  # done in this phase
     epochs: float
-    loss: float  # mean since the last pulse
+    loss: float  # mean since the last event
     learning_rate: float
-    done: float  # share of all training steps of the run, 0 to 1
+    done: float  # fraction of all training steps of the run
     batches: int = 0  # drawn in the whole run
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
-    """How far a run has come: its rounds, and all that it takes to go on after the last of them.
+    """How far a run has come, as one value: it changes only when a round or a finishing step is complete.
 
-    An error raised in mid-run carries it as ``error.progress``; ``compress(..., resume=progress)``
-    goes on from there, with the same settings or with others (a lower learning rate, say). With the
-    same settings, and loaders that give the same epochs again (:class:`pwfn.zoo.data.Epochs`), the result
-    is the very one that the uninterrupted run would have had.
+    An error raised in a run carries it as ``error.progress``; ``compress(..., resume=progress)`` resumes
+    there, with the same settings or with others (a lower learning rate, say). With the same settings, and
+    loaders that give the same epochs again (:class:`pwfn.zoo.data.Epochs`), the result is the same, bit
+    for bit, as that of an uninterrupted run.
     """
 
-    rounds: list[Round] = field(default_factory=list)
-    states: list[State] = field(default_factory=list)  # after each round, where they are kept
-    choice: Choice | None = None  # of a state, once there is one
+    rounds: tuple[Round, ...] = ()
+    states: tuple[State, ...] = ()  # after each round, where there is a target
+    choice: Choice | None = None  # of a state, once it is made
     before: Scores | None = None
-    state: dict[str, Any] | None = None  # state dict of the network in training, on the CPU
-    finished: int = 0  # how many of the steps after the last round are done
+    network: dict[str, Any] | None = None  # state dict of the network in training, on the CPU
+    uncompressed: dict[str, Any] | None = None  # after the last round: the other tensors, as trained further
+    finished: int = 0  # finishing steps done
     batches: int = 0  # batches drawn from the training data
     random: list[dict[str, Any]] | None = None  # every random state of every process
-    fitting: Fitting | None = None  # a stretch of training that was begun, if in the midst of one
-    seconds: float = 0.0  # of work so far, in all the processes that went on with it
-    optimizer: dict[str, Any] | None = None  # its state, if the next stretch goes on with it
-    start: Observed | None = None  # the network before any training
+    phase: PhaseState | None = None  # in the middle of a training phase
+    seconds: float = 0.0  # of work so far, in all processes that resumed it
+    start: Trace | None = None  # the network before any training
+
+    def __repr__(self) -> str:
+        step = f", step {self.phase.step}" if self.phase else ""
+        return f"Progress({len(self.rounds)} rounds{step}, {self.batches} batches, {self.seconds:.0f} s)"
 
     @property
-    def observed(self) -> list[Observed]:
-        """All that was seen so far, in order."""
+    def traces(self) -> list[Trace]:
+        """Every trace so far, in order."""
         start = [self.start] if self.start is not None else []
-        return start + [seen for done in self.rounds for seen in done.observed]
+        return start + [trace for done in self.rounds for trace in done.traces]
 
-    def network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
-        """The network as it was after the last finished round, made from the original model."""
+    def gaussian_network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
+        """The network after the last finished round, from the original model."""
         net = GaussianNetwork(model, config)
         self.restore(net)
         return net
 
-    def restore(self, net: WeightNetwork) -> None:
+    def restore(self, net: Method) -> None:
         """Put a network into the state after the last finished round."""
-        if self.state is None:
+        if self.network is None:
             return
         try:
-            net.load_state_dict(self.state)
+            net.load_state_dict(self.network)
         except RuntimeError as error:
             raise WeightError(
-                "the progress does not fit the model: it is of another network, or of other "
+                "the progress does not fit the model: it belongs to another network, or to other "
                 "layout.include and layout.exclude"
             ) from error
 
 
 Keep = Callable[[Callable[[], Progress], bool], None]
-"""Is given, after every step, a function that takes the progress at that step, and whether a stretch
-of training ends there: what follows, clustering and scoring, may take long."""
+"""Receives, after every step, a function that takes the progress at that step, and whether a phase ends
+there: fixing and scoring, which follow, may take long."""

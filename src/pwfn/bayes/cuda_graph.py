@@ -1,7 +1,7 @@
-"""Forward and backward of a step recorded as a CUDA graph and replayed: no time is lost in Python.
+"""Forward and backward of a step captured as a CUDA graph and replayed: no time is spent in Python.
 
-What is recorded are the kernels, not the program: a model whose forward pass takes another way each
-time (by Python's own random numbers, say) must not be recorded. Dropout and the like draw anew.
+Kernels are captured, not the program. A model whose forward pass differs from call to call (by Python's own
+random numbers, say) must not be captured. Dropout and the like draw anew at every replay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pwfn.errors import ConfigError, cause
 _WARM_STEPS = 3  # libraries set themselves up in their first calls, which cannot be recorded
 
 
-class RecordedStep:
+class GraphedStep:
     """Loss and gradient of batches of one shape; those of another shape are computed as usual.
 
     The first few steps are too. ``work`` computes the loss of a batch and goes backward from it, which
@@ -30,9 +30,10 @@ class RecordedStep:
         self,
         parameters: Sequence[Tensor],
         work: Callable[[Batch, str], Tensor],
-        collect: Callable[[], Tensor | None] = lambda: None,
+        collect: Callable[[], Tensor | None] | None = None,
     ) -> None:
-        self._parameters, self._work, self._collect = list(parameters), work, collect
+        self._parameters, self._work = list(parameters), work
+        self._collect = collect or (lambda: None)
         self._seen: dict[Any, int] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
         self._shape: Any = None
@@ -65,7 +66,7 @@ class RecordedStep:
         except RuntimeError as error:
             _leave_as_it_was(stream)
             raise ConfigError(
-                f"{where}: the step cannot be recorded as a CUDA graph ({cause(error)}): set "
+                f"{where}: the step cannot be captured as a CUDA graph ({cause(error)}): set "
                 "training.cuda_graph = false"
             ) from error
         self._gradients = [(p, p.grad) for p in self._parameters]

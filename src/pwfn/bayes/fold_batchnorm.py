@@ -8,20 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pwfn.config import FinishConfig, Rest
+from pwfn.config import FinishConfig, UncompressedDtype
 from pwfn.errors import WeightError
 
-_TYPES = {Rest.FLOAT16: torch.float16, Rest.BFLOAT16: torch.bfloat16}
-_WIDER = {Rest.FLOAT16: Rest.BFLOAT16, Rest.BFLOAT16: Rest.FLOAT32}
+_TYPES = {UncompressedDtype.FLOAT16: torch.float16, UncompressedDtype.BFLOAT16: torch.bfloat16}
+_WIDER = {
+    UncompressedDtype.FLOAT16: UncompressedDtype.BFLOAT16,
+    UncompressedDtype.BFLOAT16: UncompressedDtype.FLOAT32,
+}
 _FOLDED = ("weight", "bias", "running_mean", "running_var")
 _DIVISOR_SHARE = 2.0**-7  # four times what bfloat16 may be off by: only numbers out of range are off by more
 
 
-def lighten(model: nn.Module, finish: FinishConfig) -> None:
-    """Fold and round a model in place, as the settings have it; nothing where they have neither."""
+def shrink_uncompressed(model: nn.Module, finish: FinishConfig) -> None:
+    """Fold BatchNorm and round the uncompressed tensors of a model in place, as the settings say."""
     if finish.fold_batchnorm:
         fold_batchnorm(model)
-    round_rest(model, finish.rest)
+    round_rest(model, finish.uncompressed_dtype)
 
 
 @torch.no_grad()
@@ -75,7 +78,7 @@ def fold_batchnorm(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def round_rest(model: nn.Module, rest: Rest) -> None:
+def round_rest(model: nn.Module, rest: UncompressedDtype) -> None:
     """Round every floating-point tensor of a state dict to numbers that a smaller type holds, in place.
 
     Tensors keep their own type, so that the model loads as before: of each number the last bytes are
@@ -84,11 +87,11 @@ def round_rest(model: nn.Module, rest: Rest) -> None:
 
     >>> layer = nn.LayerNorm(2)
     >>> _ = layer.bias.data.copy_(torch.tensor([0.1, 1.0]))
-    >>> round_rest(layer, Rest.BFLOAT16)
+    >>> round_rest(layer, UncompressedDtype.BFLOAT16)
     >>> layer.bias.tolist(), layer.bias.dtype
     ([0.10009765625, 1.0], torch.float32)
     """
-    if rest is Rest.FLOAT32:
+    if rest is UncompressedDtype.FLOAT32:
         return
     epsilons = {
         f"{name}.running_var" if name else "running_var": module.eps
@@ -128,16 +131,16 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
-def _check_range(name: str, value: Tensor, rounded: Tensor, rest: Rest) -> None:
+def _check_range(name: str, value: Tensor, rounded: Tensor, rest: UncompressedDtype) -> None:
     lost = torch.isfinite(value) & ~torch.isfinite(rounded)
     if bool(lost.any()):
         raise WeightError(
             f"{name} holds {float(value[lost][0]):.6g}, and {rest} ends at "
-            f'{torch.finfo(_TYPES[rest]).max:.6g}: set finish.rest = "{_WIDER[rest]}"'
+            f'{torch.finfo(_TYPES[rest]).max:.6g}: set finish.uncompressed_dtype = "{_WIDER[rest]}"'
         )
 
 
-def _check_divisor(name: str, var: Tensor, rounded: Tensor, rest: Rest, eps: float) -> None:
+def _check_divisor(name: str, var: Tensor, rounded: Tensor, rest: UncompressedDtype, eps: float) -> None:
     """What counts is ``var + eps``, which the layer divides by: a var of 0 is as good as a tiny one."""
     before, after = _exact(var) + eps, _exact(rounded) + eps
     off = (after - before).abs() > _DIVISOR_SHARE * before.abs()
@@ -145,5 +148,5 @@ def _check_divisor(name: str, var: Tensor, rounded: Tensor, rest: Rest, eps: flo
         raise WeightError(
             f"{name} holds {float(_exact(var)[off][0]):.3g}, which {rest} has as "
             f"{float(_exact(rounded)[off][0]):.3g}, and the layer divides by its root (eps is {eps:g}): "
-            f'set finish.rest = "{_WIDER[rest]}", or finish.fold_batchnorm = true'
+            f'set finish.uncompressed_dtype = "{_WIDER[rest]}", or finish.fold_batchnorm = true'
         )

@@ -1,155 +1,175 @@
-"""What a run asks of a method, whichever it is."""
+"""A compression method: what a run asks of PWFN, of a baseline, or of a method of your own.
+
+A method is a network with five functions, called in this order::
+
+    start(probe)            once, before training: starting values that need data
+    weights()               every forward pass: the compressed weights by name
+    loss_term(loss)         every training step: a term added to the task loss, or None
+    fix(fraction)           after every training phase: put that fraction of the weights in place
+    finish()                once: the compressed network
+
+Everything else has a default. Settings that differ from the usual ones are in ``defaults``, settings of
+the method alone in ``Options``.
+"""
 
 from __future__ import annotations
 
-import math
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pwfn.bayes.network import WeightNetwork
-from pwfn.bayes.optimizer import FlatOptimizer
-from pwfn.config import Config, Optimizer
+from pwfn.config import METHOD_DEFAULTS, WARMUP_EPOCHS, Config, Section, hint
 from pwfn.errors import ConfigError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.fix_round import FixRecord
+from pwfn.fixing.record import FixRecord
+from pwfn.layout import held, untouched
 
 
-@dataclass(frozen=True)
-class Look:
-    """What a method may ask of the training data before the first step; computed only if it is called."""
-
-    through: Callable[[nn.Module], object]  # puts the first batch through a module
-    fisher: Callable[
-        [nn.Parameter, int], Tensor
-    ]  # diagonal, of the loss by a parameter, over so many batches
-    loss: Callable[[int], float]  # of the network as it is, noise drawn, over so many batches
-
-
-class Stretch(NamedTuple):
-    """One stretch of training and where the network is after it."""
+class Phase(NamedTuple):
+    """One phase of training, and the fraction of the weights that is fixed after it."""
 
     epochs: float
-    fraction: float  # of the weights that are fixed then or, without fixings, of the training; the last is 1
+    fraction: float
 
 
-@dataclass(frozen=True)
-class Between:
-    """What came of the work between two stretches."""
+def phases(config: Config) -> tuple[Phase, ...]:
+    """The training phases of a run: a short one before the first fixing, then equal ones, or as listed.
 
-    record: FixRecord
-    fixed: Tensor  # the values of the weights that are in place
-    sigma_quartiles: tuple[float, float, float] | None = None  # of the weights that were free in training
+    >>> changes = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 3}
+    >>> [tuple(phase) for phase in phases(Config().override(changes))]
+    [(0.05, 0.5), (3.0, 1.0)]
+    """
+    fractions, epochs = config.schedule.fractions, config.schedule.epochs_per_round
+    if isinstance(epochs, Sequence):
+        return tuple(map(Phase, epochs, fractions))
+    return tuple(Phase(epochs if i else WARMUP_EPOCHS, fraction) for i, fraction in enumerate(fractions))
 
 
-class InForce(NamedTuple):
-    """The weights as they are at a moment, without noise."""
+class WeightState(NamedTuple):
+    """The weights at one moment, without noise."""
 
     mu: Tensor
     sigma: Tensor | None = None  # where weights are distributions
-    fixed: Tensor | None = None  # which of them are in place; None: all
+    fixed: Tensor | None = None  # which of them are fixed; None: all
+
+
+@dataclass(frozen=True)
+class DataProbe:
+    """What a method may ask of the training data before the first step. Nothing is computed until it is."""
+
+    through: Callable[[nn.Module], object]  # puts the first batch through a module
+    loss: Callable[[], float]  # mean loss over the first batches, each with the same noise at every call
 
 
 class Method(WeightNetwork):
-    """One way to put a network's weights on few values while it is trained.
+    """The base class of all methods; see the module for the order of calls.
 
-    A run calls, in this order and over and over: :meth:`plan` for the stretches of training;
-    :meth:`begin` once; then for every step the weights of :meth:`views`, the loss and its
-    :meth:`term`, and :meth:`penalty`; after every stretch :meth:`between`; after the last
-    :meth:`finish`. Every file of this package defines them in that order.
-
-    What a method needs to go on after a crash is its state dict.
+    The state dict is all that a method needs to resume after a crash.
     """
 
-    keeps_optimizer: ClassVar[bool] = True  # through all stretches; else each begins with a fresh one
-    has_posterior: ClassVar[bool] = False  # a sigma for every weight, in the end
-    forecast_of: ClassVar[str] = "the weights as they are"  # what a size that is told beforehand is that of
+    defaults: ClassVar[Mapping[str, Any]] = {}  # settings that differ from Config's
+    Options: ClassVar[type[Section] | None] = None  # settings of this method alone: a frozen dataclass
+    has_posterior: ClassVar[bool] = False  # whether finish() gives one sigma per weight
 
-    @classmethod
-    def plan(cls, config: Config) -> tuple[Stretch, ...]:
-        """The stretches of training: an epoch each, unless a method fixes weights in rounds.
+    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+        super().__init__(model, config)
+        self.options: Any = check_options(type(self), self.config)
 
-        >>> config = Config().override({"schedule.epochs": 2.5})
-        >>> [stretch.epochs for stretch in Method.plan(config)]
-        [1.0, 1.0, 0.5]
-        """
-        epochs = config.schedule.epochs
-        count = max(math.ceil(epochs), 1)
-        done = [min(float(number), epochs) for number in range(count + 1)]
-        return tuple(Stretch(done[i] - done[i - 1], i / count) for i in range(1, count + 1))
-
-    def begin(self, look: Look) -> None:
-        """Before the first step: a look at the data, with the weights as they came."""
+    def start(self, probe: DataProbe) -> None:
+        """Before the first step: starting values that need data."""
         return
 
-    def rehearse(self, steps: int) -> None:
-        """Do what so many steps of training would, as far as that can be told without data."""
-        return
+    def loss_term(self, loss: Tensor) -> Tensor | None:
+        """A term added to the task loss before backward; it may depend on that loss's value."""
+        return None
+
+    def penalty(self) -> Tensor | None:
+        """A regulariser of the parameters alone; its gradient is added after the task's was clipped."""
+        return None
 
     @abstractmethod
-    def between(self, number: int, fraction: float) -> Between:
-        """After a stretch, numbered from 1; after one whose fraction is 1 every weight is in place."""
-
-    @torch.no_grad()
-    def in_force(self) -> InForce:
-        """The weights as they are now, for those who look on; here those of :meth:`views`, all in place."""
-        views = self.views()
-        pieces = [views[entry.name].detach().reshape(-1) for entry in self.layout.entries]
-        return InForce(torch.cat([piece.to(self.layout.dtype) for piece in pieces]))
-
-    @abstractmethod
-    def rounded(self) -> Self:
-        """A copy as it would be if the run ended here: every weight in place."""
-
-    @abstractmethod
-    def adopt(self, compressed: Compressed) -> None:
-        """Take over a finished state: every weight in place, and the tensors beside them."""
+    def fix(self, fraction: float) -> FixRecord:
+        """After a phase: put at least this fraction of the weights in place; all of them for 1."""
 
     @abstractmethod
     def finish(self) -> Compressed:
         """The compressed network, once every weight is in place."""
 
-    @abstractmethod
-    def compared(self) -> Sequence[Tensor]:
-        """Tensors that must be alike in all processes after every stretch."""
+    def rounded(self) -> Self:
+        """A copy as it would be if the run ended here: every weight in place."""
+        other = copy.deepcopy(self)
+        other.fix(1.0)
+        return other
 
-    def optimizer(self, seed: int, *, alone: bool) -> torch.optim.Optimizer | FlatOptimizer:
-        """A fresh one, as the settings have it; ``alone``: for one process and one batch a step."""
-        config = self.config.training
-        return torch_optimizer(
-            [{"params": list(self.parameters()), "weight_decay": config.weight_decay}], self.config
-        )
+    @torch.no_grad()
+    def state(self) -> WeightState:
+        """The weights as they are now, for logs and figures."""
+        found = self.weights()
+        pieces = [found[entry.name].detach().reshape(-1) for entry in self.layout.entries]
+        return WeightState(torch.cat([piece.to(self.layout.dtype) for piece in pieces]))
 
-
-def torch_optimizer(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    """Torch's optimiser for parameter groups, as ``training`` has it; in one kernel where there is one."""
-    training = config.training
-    parameters = [p for group in groups for p in group["params"]]
-    fused = all(p.is_cuda and p.is_floating_point() for p in parameters) or None
-    if training.optimizer is Optimizer.ADAMW:
-        betas = (training.momentum, 0.999)
-        return torch.optim.AdamW(groups, lr=training.learning_rate, betas=betas, fused=fused)
-    return torch.optim.SGD(groups, lr=training.learning_rate, momentum=training.momentum, fused=fused)
+    def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Groups for a torch optimiser."""
+        return [{"params": list(self.parameters()), "lr": lr, "weight_decay": weight_decay}]
 
 
-def rounds_of_fixing(config: Config) -> tuple[Stretch, ...]:
-    """A stretch before every fixing: a short one first, then equal ones; or as long as the settings list.
+M = TypeVar("M", bound=type[Method])
+METHODS: dict[str, type[Method]] = {}
+"""The methods by name. The lab registers the baselines."""
 
-    >>> changes = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_of_rounds": [0.5, 4]}
-    >>> [tuple(stretch) for stretch in rounds_of_fixing(Config().override(changes))]
-    [(0.5, 0.5), (4.0, 1.0)]
+
+def register(name: str) -> Callable[[M], M]:
+    """A class decorator that makes a method known by a name, with its settings."""
+
+    def known(method: M) -> M:
+        METHODS[name], METHOD_DEFAULTS[name] = method, method.defaults
+        return method
+
+    return known
+
+
+def check_options(method: type[Method], config: Config) -> Section | None:
+    """The method's own settings, checked; an error where it does not have one that was given."""
+    known = getattr(method.Options, "__dataclass_fields__", {})
+    for name in config.options:
+        if name not in known:
+            advice = hint(name, known) if known else f": {config.method} has no options"
+            raise ConfigError(f"setting 'options.{name}' is unknown{advice}")
+    return method.Options(**config.options) if method.Options else None
+
+
+class FixedNetwork(WeightNetwork):
+    """A network whose compressed weights are final: what is trained and measured after the last fixing.
+
+    ``net`` is the method's network, whose copied model keeps what is attached to it; ``compressed`` is
+    its result, or an earlier state of the same run.
     """
-    schedule = config.schedule
-    rest = [schedule.epochs_per_round] * (len(schedule.fractions) - 1)
-    listed = schedule.epochs_of_rounds
-    epochs = (schedule.warmup_epochs, *rest) if listed is None else tuple(listed)
-    if len(epochs) != len(schedule.fractions):
-        raise ConfigError(
-            f"schedule.epochs_of_rounds has {len(epochs)} numbers for the {len(schedule.fractions)} of "
-            "schedule.fractions: give one for each"
-        )
-    return tuple(map(Stretch, epochs, schedule.fractions))
+
+    values: Tensor
+
+    def __init__(self, net: Method, compressed: Compressed) -> None:
+        nn.Module.__init__(self)
+        self.config, self.layout, self._compressed = net.config, net.layout, compressed
+        self.model = copy.deepcopy(net.model)
+        self.model.load_state_dict(compressed.untouched, strict=False)
+        self._place(net.training)
+        self.register_buffer("values", held(net.layout, compressed.values()).to(net.device), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights; there may be no parameter left."""
+        return self.values.device
+
+    def weights(self) -> dict[str, Tensor]:
+        """The final values."""
+        return self.layout.views(self.values)
+
+    def finish(self) -> Compressed:
+        """The compressed network with the other tensors as they are now."""
+        return replace(self._compressed, untouched=untouched(self.model, self.layout))

@@ -1,4 +1,4 @@
-"""Any eager model whose compressed weights come from elsewhere, anew for every pass."""
+"""Any eager model whose compressed weights are provided anew for every forward pass."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from torch.func import functional_call
 
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
-from pwfn.file.compressed import Compressed
 from pwfn.layout import Layout
 
 
 class WeightNetwork(nn.Module):
-    """A copy of a model without its compressed weights, which :meth:`views` gives for each pass.
+    """A copy of a model without its compressed weights, which :meth:`weights` provides for each pass.
 
-    The model given is not changed; the copy's other parameters (BatchNorm, tokens, …) are trained along.
+    The model given is not changed. The copy's other parameters (BatchNorm, tokens, …) are trained along.
     """
 
-    is_recordable: ClassVar[bool] = True  # a plain step is the same kernels each time, as a CUDA graph needs
+    graph_safe: ClassVar[bool] = True  # a plain step runs the same kernels each time, as a CUDA graph needs
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__()
@@ -34,26 +33,22 @@ class WeightNetwork(nn.Module):
         self.layout = self.layout_of(model, self.config)
         check_finite(self.layout.gather(model), self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
+        self._place(model.training)
+
+    def _place(self, training: bool) -> None:
+        """Find where the weights belong in the model's copy; its layers keep their own modes."""
         self._places = _places(self.model, self.layout)
         self._is_placed = False
-        self.training = model.training  # not train(): the copy's layers keep their own modes
+        self.training = training
 
     @classmethod
     def layout_of(cls, model: nn.Module, config: Config) -> Layout:
-        """Which weights are compressed: all that the settings name, unless a method leaves some out."""
+        """Which weights are compressed: by default everything that the settings select."""
         return Layout.of(model, config.layout.include, config.layout.exclude)
 
     @abstractmethod
-    def views(self) -> dict[str, Tensor]:
-        """The weights of one pass, by every name that each has."""
-
-    def term(self, loss: Tensor) -> Tensor | None:
-        """What is added to the task's loss of a pass before backward; it may look at that loss."""
-        return None
-
-    def penalty(self) -> Tensor | None:
-        """A regulariser of the parameters alone; its gradient is added after the task's was clipped."""
-        return None
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of one forward pass, by every name that each has."""
 
     @contextmanager
     def sampling(
@@ -63,30 +58,30 @@ class WeightNetwork(nn.Module):
         *,
         at: tuple[int, int] | None = None,
     ) -> Iterator[None]:
-        """Within the block: draw weights (``on``) or not; nothing to choose where none are drawn."""
+        """Within the block: draw weights (``on``) or use the means. No effect without a posterior."""
         yield
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the parameters."""
         return next(self.parameters()).device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, with the weights of :meth:`views`."""
+        """The model's own forward, with :meth:`weights`."""
         if self._is_placed:
             return self.model(*args, **kwargs)
-        # Recorded even where the caller records nothing: torch chooses between matrix products by
-        # whether a weight requires gradients, as a model's own do, and they differ in the last bits.
+        # With gradients enabled even where the caller disabled them: torch chooses between matrix
+        # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
-            views = self.views()
-        weights = {place.name: views[place.name] for place in self._places}
+            found = self.weights()
+        weights = {place.name: found[place.name] for place in self._places}
         return functional_call(self.model, weights, args, kwargs, tie_weights=False)
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the block the model has these parameters, one per entry of the layout, for its own.
+        """Within the block the model owns these parameters, one per entry of the layout.
 
-        For an optimiser that makes the weights itself (:mod:`pwfn.bayes.optimizer`): nothing is made here.
+        For an optimiser that draws the weights itself (:mod:`pwfn.bayes.optimizer`).
         """
         try:
             for place in self._places:
@@ -97,15 +92,6 @@ class WeightNetwork(nn.Module):
             self._is_placed = False
             for place in self._places:
                 place.owner._parameters[place.leaf] = None
-
-    def check_same_layout(self, compressed: Compressed) -> None:
-        """An error unless a compressed network has the same weights in the same places."""
-        theirs, ours = (
-            [(entry.name, entry.shape) for entry in layout.entries]
-            for layout in (compressed.layout, self.layout)
-        )
-        if theirs != ours:
-            raise LayoutError("the compressed network is of another model: its weights lie elsewhere")
 
 
 def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:

@@ -1,205 +1,185 @@
-"""Optimisers of our own for the flat vectors: a step draws in one pass, and steps mu and sigma in another.
+"""Optimisers over the flat vectors: one pass draws the weights of a step, one pass updates mu and sigma.
 
-optimizer = FlatSGD(net, lr=1e-3, momentum=0.9, clip_norm=1.0)
-for x, y in loader:
-    with optimizer.drawn():
-        loss = F.cross_entropy(net(x), y)
-        loss.backward()
-    optimizer.step()
-
-The regulariser, the mask, the floor of sigma and the clipping are part of ``step``: the loss has no
-``net.penalty()``. Sigma's gradient is never stored, and a fixed weight is neither read nor written, nor
-has it any state: an optimiser is of the mask that it was made with, and after ``net.fix`` comes a new one.
-Any torch optimiser on ``net.parameter_groups`` does the same in plain steps; a test compares them.
+They are torch optimisers, so that schedulers and state dicts work as usual. They take the same steps, up
+to rounding, as torch's own optimiser with ``net.penalty()``, in fewer passes over the vectors.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes import kernels as ops
+from pwfn.bayes import kernels
 from pwfn.bayes.gaussian import GaussianNetwork
+from pwfn.bayes.method import Method
+from pwfn.config import OptimizerName, Precision, TrainingConfig
 from pwfn.errors import WeightError
 
+MOMENTUM = 0.9
+BETAS = (0.9, 0.999)
 
-class FlatOptimizer(ABC):
-    """What the two optimisers share: the weights of a step, the gradient's norm, the other parameters."""
 
-    _vectors: ClassVar[tuple[str, ...]] = ()  # names of the state, each with an entry for a free weight
+class FlatDraw:
+    """The weights of one step as leaves of the graph, and the gradient that backward leaves with them.
 
-    def __init__(
-        self,
-        net: GaussianNetwork,
-        *,
-        lr: float,
-        sigma_lr: float | None = None,
-        weight_decay: float = 0.0,
-        clip_norm: float | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Over a network's weights and its uncompressed parameters.
+    The mask of fixed weights must not change as long as an instance is used.
+    """
 
-        Args:
-            net: the network; one process, one device.
-            lr, sigma_lr: for mu and the uncompressed parameters, and for sigma (lr unless given; none
-                where ``posterior.learn_sigma`` is off).
-            weight_decay: on all but sigma.
-            clip_norm: largest norm of the task's gradient, over mu, sigma and the uncompressed.
-            dtype: of the weights in the forward pass; mu's own unless given. Under bfloat16
-                autocast, bfloat16 saves the casts.
-            seed: of the noise; a draw is a function of (seed, number of the step).
-        """
+    def __init__(self, net: GaussianNetwork, dtype: torch.dtype | None) -> None:
         if any(entry.dtype != net.free_mu.dtype for entry in net.layout.entries):
-            raise WeightError("the model's weights are of several types: use a torch optimiser")
-        self.net, self.seed, self.count = net, seed, 0
-        self._rates = lr, net.config.posterior.sigma_rate(lr, sigma_lr)
-        self.lr, self.sigma_lr = self._rates
-        self.weight_decay, self.clip_norm = weight_decay, clip_norm
+            raise WeightError("the model's weights have several types: use a torch optimiser")
+        self.net = net
         self.others = [p for p in net.model.parameters() if p.requires_grad]
+        self.offsets = kernels.free_offsets(net.fixed)
+        self.free = int((~net.fixed).sum())
         self._mask, self._version = net.fixed, net.fixed._version
-        self._offsets = ops.free_offsets(net.fixed)
-        free, mu = int((~net.fixed).sum()), net.free_mu.detach()
-        self.state = {name: mu.new_zeros(free) for name in self._vectors}
-        self._values = torch.empty_like(mu, dtype=dtype)
+        self._values = torch.empty_like(net.free_mu.detach(), dtype=dtype)
         pieces = self._values.split([entry.size for entry in net.layout.entries])
         shapes = [entry.shape for entry in net.layout.entries]
-        self._leaves = [nn.Parameter(p.view(shape)) for p, shape in zip(pieces, shapes, strict=True)]
-        self._one = torch.ones((), device=mu.device)  # the scale of a gradient that is not clipped
-        self._other = self._optimizer_of_others() if self.others else None
-
-    def scale_rates(self, factor: float) -> None:
-        """From now on the learning rates are so many times those that the optimiser was made with."""
-        self.lr, self.sigma_lr = (factor * rate for rate in self._rates)
-        for group in self._other.param_groups if self._other is not None else ():
-            group["lr"] = self.lr
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """What backward leaves gradients with: the pieces of a draw, and the uncompressed parameters."""
-        return [*self._leaves, *self.others]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The learning rate, where torch's optimisers have it."""
-        return [{"lr": self.lr}]
+        self.leaves = [nn.Parameter(p.view(shape)) for p, shape in zip(pieces, shapes, strict=True)]
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """Within the block the network has the weights of this step, and backward finds them."""
+    def drawn(self, seed: int, step: int) -> Iterator[None]:
+        """Within the block the network has the weights of this step."""
         net = self.net
-        self._check_mask()
-        ops.draw_(
+        self.check_mask()
+        kernels.draw_(
             self._values,
             net.free_mu,
             net.free_sigma,
             net.fixed,
             net.fixed_mu,
             net.fixed_sigma,
-            seed=self.seed,
-            step=self.count,
+            seed=seed,
+            step=step,
             noise_on_fixed=net.config.posterior.noise_on_fixed,
         )
-        with net.placed(self._leaves):
+        with net.placed(self.leaves):
             yield
 
     @torch.no_grad()
     def collect(self) -> Tensor:
-        """The gradients that backward left with the pieces, as one vector; the pieces' own are dropped.
-
-        It is made here and not kept: in the forward pass, when memory is scarcest, there is no gradient.
-        """
-        gradients = [leaf.grad for leaf in self._leaves]
-        for leaf in self._leaves:
+        """The gradients of the leaves as one vector, which is not kept: memory is scarce in forward."""
+        gradients = [leaf.grad for leaf in self.leaves]
+        for leaf in self.leaves:
             leaf.grad = None
-        unused = any(gradient is None for gradient in gradients)  # a layer that this step did not go through
+        unused = any(gradient is None for gradient in gradients)  # a layer that this step did not use
         whole = torch.zeros_like(self._values) if unused else torch.empty_like(self._values)
-        parts = torch._C._nn.unflatten_dense_tensors(whole, list(self._leaves))
+        parts = torch._C._nn.unflatten_dense_tensors(whole, list(self.leaves))
         found = [(part, g) for part, g in zip(parts, gradients, strict=True) if g is not None]
         if found:
             torch._foreach_copy_([part for part, _ in found], [g for _, g in found])
         return whole
 
-    @torch.no_grad()
-    def step(self, gradient: Tensor | None = None) -> Tensor:
-        """Step, and return the norm of the task's gradient, on the device, before it was clipped.
+    def norm_and_scale(
+        self, gradient: Tensor, clip_norm: float | None, seed: int, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Norm of the task's gradient over mu, sigma and the others; the factor that clips it.
 
-        The gradient is the one that backward left, or the one given, as :meth:`collect` gave it.
+        The gradients of the other parameters are scaled in place.
         """
-        self._check_mask()
-        if gradient is None:
-            gradient = self.collect()
-        at = {"seed": self.seed, "step": self.count}
-        squared = ops.grad_squared_norm(gradient, self.net.fixed, **at)
+        squared = kernels.grad_squared_norm(gradient, self.net.fixed, seed=seed, step=step)
         others = [p.grad for p in self.others if p.grad is not None]
         if others:
             total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(others)))
             squared = torch.addcmul(squared, total, total)
         norm = squared.sqrt().float()
-        scale = self._one
-        if self.clip_norm is not None:
-            scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
-            torch._foreach_mul_(others, scale) if others else None
-        self.count += 1
-        self._update(gradient, scale, at)
-        if self._other is not None:
-            self._other.step()
-        return norm
+        if clip_norm is None:
+            return norm, torch.ones_like(norm)
+        scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+        if others:
+            torch._foreach_mul_(others, scale)
+        return norm, scale
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        for parameter in self.trained:
-            parameter.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that it takes to go on: torch's own classes, and plain values."""
-        other = self._other.state_dict() if self._other is not None else None
-        return {"count": self.count, "seed": self.seed, "vectors": dict(self.state), "others": other}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What ``state_dict`` gave, copied; of the same mask, so load the network before."""
-        for name, vector in self.state.items():
-            kept = state["vectors"][name]
-            if kept.shape != vector.shape:
-                raise WeightError(
-                    f"{name} is of {kept.numel():,} free weights, and the network has {vector.numel():,}: "
-                    "load the network's state first, then make the optimiser, then load its own"
-                )
-            vector.copy_(kept)
-        self.count, self.seed = state["count"], state["seed"]
-        if self._other is not None:
-            self._other.load_state_dict(state["others"])
-
-    def _check_mask(self) -> None:
-        """State lies by the mask; another mask, and it would be that of other weights."""
+    def check_mask(self) -> None:
+        """An optimiser's state belongs to one mask; with another it would belong to other weights."""
         fixed = self.net.fixed
         if fixed is not self._mask or fixed._version != self._version:
             raise WeightError(
                 "weights were fixed, loaded or moved since the optimiser was made: make a new one after that"
             )
 
+
+class _Flat(torch.optim.Optimizer):
+    """What the flat optimisers share. ``seed`` and ``count`` are in the first parameter group."""
+
+    flat: FlatDraw
+    clip_norm: float | None
+
+    def _prepare(
+        self, net: GaussianNetwork, clip_norm: float | None, dtype: torch.dtype | None, seed: int, *names: str
+    ) -> None:
+        self.flat, self.clip_norm = FlatDraw(net, dtype), clip_norm
+        self.param_groups[0] |= {"seed": seed, "count": 0}
+        for parameter in (net.free_mu, net.free_sigma):
+            self.state[parameter] = {
+                name: torch.zeros(self.flat.free, dtype=parameter.dtype, device=parameter.device)
+                for name in names
+            }
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Within the block the network has the weights of this step, and backward finds them."""
+        group = self.param_groups[0]
+        with self.flat.drawn(group["seed"], group["count"]):
+            yield
+
     @property
-    def _fused(self) -> bool | None:
-        """Torch's one kernel for the uncompressed parameters, where it has one; else its own choice."""
-        return all(p.is_cuda and p.is_floating_point() for p in self.others) or None
+    def trained(self) -> list[nn.Parameter]:
+        """What backward leaves gradients with: the pieces of a draw, and the uncompressed parameters."""
+        return [*self.flat.leaves, *self.flat.others]
 
-    @abstractmethod
-    def _update(self, gradient: Tensor, scale: Tensor, at: dict[str, int]) -> None:
-        """Step mu and sigma."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for parameter in self.trained:
+            parameter.grad = None
 
-    @abstractmethod
-    def _optimizer_of_others(self) -> torch.optim.Optimizer:
-        """The same for the uncompressed parameters, which are few."""
+    def _begin(self, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
+        self.flat.check_mask()
+        if gradient is None:
+            gradient = self.flat.collect()
+        group = self.param_groups[0]
+        at = {"seed": group["seed"], "step": group["count"]}
+        group["count"] += 1
+        return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, **at), at
+
+    def _rates(self) -> dict[str, float]:
+        posterior, first = self.flat.net.config.posterior, self.param_groups[0]
+        return {
+            "lr": first["lr"],
+            "sigma_lr": self.param_groups[1]["lr"],
+            "weight_decay": first["weight_decay"],
+            "alpha": self.flat.net.penalty_strength,
+            "cap": posterior.cap,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What ``state_dict`` gave; for the same mask, so load the network's state before."""
+        super().load_state_dict(state_dict)
+        for parameter in (self.flat.net.free_mu, self.flat.net.free_sigma):
+            for name, vector in self.state[parameter].items():
+                if vector.numel() != self.flat.free:
+                    raise WeightError(
+                        f"{name} belongs to {vector.numel():,} free weights, and the network has "
+                        f"{self.flat.free:,}: load the network's state first, then make the optimiser"
+                    )
 
 
-class FlatSGD(FlatOptimizer):
+class FlatSGD(_Flat, torch.optim.SGD):
     """SGD with momentum: ``m = momentum * m + g``, ``p = p - lr * m``; see :func:`pwfn.bayes.kernels.sgd_`.
+
+    Args:
+        net: the network; one process, one device, one batch per step.
+        lr, sigma_lr: for mu and the uncompressed parameters, and for sigma. ``sigma_lr`` is
+            ``training.sigma_learning_rate`` unless given; 0 where that is off.
+        momentum, weight_decay: weight decay is on everything but sigma.
+        clip_norm: largest norm of the task's gradient, over mu, sigma and the uncompressed parameters.
+        dtype: of the weights in the forward pass; mu's own unless given.
+        seed: of the noise; a draw is a function of (seed, number of the step).
 
     >>> net = GaussianNetwork(nn.Linear(4, 2)).train()
     >>> optimizer = FlatSGD(net, lr=0.1)
@@ -209,82 +189,116 @@ class FlatSGD(FlatOptimizer):
     True
     """
 
-    _vectors = ("momentum_mu", "momentum_sigma")
+    def __init__(
+        self,
+        net: GaussianNetwork,
+        *,
+        lr: float,
+        sigma_lr: float | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        groups = net.parameter_groups(lr=lr, sigma_lr=sigma_lr, weight_decay=weight_decay)
+        torch.optim.SGD.__init__(self, groups, lr=lr, momentum=momentum, fused=_fused(groups))
+        self._prepare(net, clip_norm, dtype, seed, "momentum")
 
-    def __init__(self, net: GaussianNetwork, *, momentum: float = 0.0, **options: Any) -> None:
-        self.momentum = momentum
-        super().__init__(net, **options)
-
-    def _update(self, gradient: Tensor, scale: Tensor, at: dict[str, int]) -> None:
-        posterior = self.net.config.posterior
-        ops.sgd_(
-            self.net.free_mu,
-            self.net.free_sigma,
-            self.state["momentum_mu"],
-            self.state["momentum_sigma"],
+    @torch.no_grad()
+    def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
+        """One step from the gradients that backward left; returns their norm before clipping."""
+        gradient, norm, scale, at = self._begin(gradient)
+        net = self.flat.net
+        kernels.sgd_(
+            net.free_mu,
+            net.free_sigma,
+            self.state[net.free_mu]["momentum"],
+            self.state[net.free_sigma]["momentum"],
             gradient,
-            self.net.fixed,
-            self._offsets,
+            net.fixed,
+            self.flat.offsets,
             scale,
-            lr=self.lr,
-            sigma_lr=self.sigma_lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            alpha=posterior.strength,
-            cap=posterior.cap,
+            momentum=self.param_groups[0]["momentum"],
+            **self._rates(),
             **at,
         )
-
-    def _optimizer_of_others(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            self.others,
-            lr=self.lr,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            fused=self._fused,
-        )
+        torch.optim.SGD.step(self)  # the uncompressed parameters: mu and sigma have no gradient of their own
+        return norm
 
 
-class FlatAdamW(FlatOptimizer):
-    """AdamW, decoupled weight decay on all but sigma; see :func:`pwfn.bayes.kernels.adamw_`."""
-
-    _vectors = ("mean_mu", "mean_sigma", "square_mu", "square_sigma")
+class FlatAdamW(_Flat, torch.optim.AdamW):
+    """AdamW, weight decay on everything but sigma; see :func:`pwfn.bayes.kernels.adamw_` and FlatSGD."""
 
     def __init__(
-        self, net: GaussianNetwork, *, betas: tuple[float, float] = (0.9, 0.999), **options: Any
+        self,
+        net: GaussianNetwork,
+        *,
+        lr: float,
+        sigma_lr: float | None = None,
+        betas: tuple[float, float] = BETAS,
+        weight_decay: float = 0.0,
+        clip_norm: float | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
-        self.betas = betas
-        super().__init__(net, **options)
+        groups = net.parameter_groups(lr=lr, sigma_lr=sigma_lr, weight_decay=weight_decay)
+        torch.optim.AdamW.__init__(self, groups, lr=lr, betas=betas, fused=_fused(groups))
+        self._prepare(net, clip_norm, dtype, seed, "mean", "square")
 
-    def _update(self, gradient: Tensor, scale: Tensor, at: dict[str, int]) -> None:
-        posterior = self.net.config.posterior
-        ops.adamw_(
-            self.net.free_mu,
-            self.net.free_sigma,
-            self.state["mean_mu"],
-            self.state["mean_sigma"],
-            self.state["square_mu"],
-            self.state["square_sigma"],
+    @torch.no_grad()
+    def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
+        """One step from the gradients that backward left; returns their norm before clipping."""
+        gradient, norm, scale, at = self._begin(gradient)
+        net = self.flat.net
+        mu, sigma = self.state[net.free_mu], self.state[net.free_sigma]
+        beta1, beta2 = self.param_groups[0]["betas"]
+        kernels.adamw_(
+            net.free_mu,
+            net.free_sigma,
+            mu["mean"],
+            sigma["mean"],
+            mu["square"],
+            sigma["square"],
             gradient,
-            self.net.fixed,
-            self._offsets,
+            net.fixed,
+            self.flat.offsets,
             scale,
-            lr=self.lr,
-            sigma_lr=self.sigma_lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            weight_decay=self.weight_decay,
-            alpha=posterior.strength,
-            cap=posterior.cap,
-            count=self.count,
+            beta1=beta1,
+            beta2=beta2,
+            count=at["step"] + 1,
+            **self._rates(),
             **at,
         )
+        torch.optim.AdamW.step(
+            self
+        )  # the uncompressed parameters: mu and sigma have no gradient of their own
+        return norm
 
-    def _optimizer_of_others(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            self.others,
-            lr=self.lr,
-            betas=self.betas,
-            weight_decay=self.weight_decay,
-            fused=self._fused,
-        )
+
+def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, fused: bool) -> torch.optim.Optimizer:
+    """A fresh optimiser as the settings say; ``fused``: one process and one batch per step.
+
+    A flat one where the network is Gaussian and its weights allow it, else torch's own.
+    """
+    adamw = config.optimizer is OptimizerName.ADAMW
+    rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    fused = (
+        fused and config.precision is not Precision.FP16 and len({e.dtype for e in net.layout.entries}) == 1
+    )
+    if isinstance(net, GaussianNetwork) and fused:
+        net.share_storage()
+        # Autocast leaves float64 as it is.
+        half = config.precision is Precision.BF16 and net.free_mu.dtype == torch.float32
+        dtype = torch.bfloat16 if half else None
+        flat: dict[str, Any] = {**rates, "clip_norm": config.clip_norm, "dtype": dtype, "seed": seed}
+        return FlatAdamW(net, **flat) if adamw else FlatSGD(net, momentum=MOMENTUM, **flat)
+    groups = net.parameter_groups(**rates)
+    if adamw:
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=_fused(groups))
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, fused=_fused(groups))
+
+
+def _fused(groups: list[dict[str, Any]]) -> bool | None:
+    """Torch's single kernel where it has one; else its own choice."""
+    return all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"]) or None

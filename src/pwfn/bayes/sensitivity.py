@@ -1,78 +1,62 @@
-"""What is found out about a network from its training data before a run begins, and changes nothing yet."""
+"""How sensitive a network is to noise on its weights, measured on the first batches of the training data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.method import DataProbe, Method
 from pwfn.bayes.objective import Objective, autocast, evaluating
-from pwfn.bayes.train import diagonal_fisher
-from pwfn.config import Config
-from pwfn.lab.baselines import Look, Method
 from pwfn.zoo.data.epochs import seed_from
 
+_BATCHES = 8
 
-@dataclass(frozen=True)
-class Looking:
-    """The first batches of the training data and the loss; the run's own batches stay where they are."""
 
-    train: Source
-    task: Objective  # by the labels
-    scored: Objective  # what the run is scored by: the task, or a divergence in its place
-    config: Config
-    distributed: Distributed
+def probe(net: Method, train: Source, objective: Objective, distributed: Distributed) -> DataProbe:
+    """What a method may ask of the training data; the run's own pass over the data is not advanced."""
+    kept: list[Batch] = []  # read once: a loader that shuffles would give others at every call
 
-    def look(self, net: Method) -> Look:
-        """What a method may ask about its network."""
+    def loss() -> float:
+        if not kept:
+            batches = train.endless()
+            kept[:] = [next(batches) for _ in range(_BATCHES)]
+        return noisy_loss(net, kept, objective, distributed)
 
-        def through(module: nn.Module) -> object:
-            return next(self.train.endless()).through(module, "the first batch")
+    return DataProbe(lambda module: next(train.endless()).through(module, "the first batch"), loss)
 
-        def fisher(parameter: nn.Parameter, count: int) -> Tensor:
-            batches, precision = self.train.endless(), self.config.training.precision
-            where = "the curvature"
-            return diagonal_fisher(
-                net, parameter, batches, count, self.task, precision, where, self.distributed
-            )
 
-        kept: list[Batch] = []  # the same at every call, though the loader may shuffle, and read once
+@torch.no_grad()
+def noisy_loss(
+    net: Method, batches: Sequence[Batch], objective: Objective, distributed: Distributed
+) -> float:
+    """Mean loss over batches with noise on the weights, the same noise at every call.
 
-        def loss(count: int) -> float:
-            if len(kept) < count:
-                batches = self.train.endless()
-                kept[:] = [next(batches) for _ in range(count)]
-            return self.loss(net, kept[:count])
-
-        return Look(through, fisher, loss)
-
-    @torch.no_grad()
-    def loss(self, net: Method, batches: Sequence[Batch]) -> float:
-        """The mean loss over batches, each with a draw that is the same at every call.
-
-        BatchNorm normalises by the batch, as in training, and keeps its statistics; all else is as in
-        evaluation.
-        """
-        precision = self.config.training.precision
-        seed = seed_from("looking", self.config.seed, self.distributed.rank)
-        total = torch.zeros((), dtype=torch.float64, device=self.distributed.device)
-        with evaluating(net), _by_batch(net):
-            for number, batch in enumerate(batches):
-                with net.sampling(True, at=(seed, number)), autocast(self.distributed.device, precision):
-                    total += self.scored(net, batch, f"train_loader, batch {number + 1}").double()
-        self.distributed.average_([total])
-        return float(total) / len(batches)
+    BatchNorm normalises by the batch, as in training, and its statistics are kept. Everything else is in
+    evaluation mode.
+    """
+    seed = seed_from("looking", net.config.seed, distributed.rank)
+    total = torch.zeros((), dtype=torch.float64, device=distributed.device)
+    with evaluating(net), _batch_statistics(net):
+        for number, batch in enumerate(batches):
+            where = f"train_loader, batch {number + 1}"
+            with (
+                net.sampling(True, at=(seed, number)),
+                autocast(distributed.device, net.config.training.precision),
+            ):
+                total += objective(net, batch, where).double()
+    distributed.average_([total])
+    return float(total) / len(batches)
 
 
 @contextmanager
-def _by_batch(net: nn.Module) -> Iterator[None]:
-    """Within the block BatchNorm goes by each batch's statistics; then it has those it had."""
+def _batch_statistics(net: nn.Module) -> Iterator[None]:
+    """Within the block BatchNorm normalises by the batch; afterwards its statistics are as before."""
     layers = [module for module in net.modules() if isinstance(module, _BatchNorm)]
     kept = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
     modes = [(layer, layer.training) for layer in layers]

@@ -34,7 +34,7 @@ class Number:
         return text + (', or "off"' if self.optional else "")
 
     def __call__(self, value: Any) -> Any:
-        """The value as it is kept; ValueError where it is not allowed."""
+        """The checked value; ValueError where it is not allowed."""
         if self.optional and (value is None or value == "off"):
             return None
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -56,7 +56,7 @@ class Choice:
         return "one of " + ", ".join(f'"{member}"' for member in self.enum)
 
     def __call__(self, value: Any) -> StrEnum:
-        """The value as it is kept; ValueError where it is not allowed."""
+        """The checked value; ValueError where it is not allowed."""
         return self.enum(value)
 
 
@@ -69,7 +69,7 @@ class Switch:
         return "true or false"
 
     def __call__(self, value: Any) -> bool:
-        """The value as it is kept; ValueError where it is not allowed."""
+        """The checked value; ValueError where it is not allowed."""
         if not isinstance(value, bool):
             raise ValueError
         return value
@@ -84,7 +84,7 @@ class Fractions:
         return "an increasing list of numbers above 0 and at most 1, the last of them 1"
 
     def __call__(self, value: Any) -> tuple[float, ...]:
-        """The value as it is kept; ValueError where it is not allowed."""
+        """The checked value; ValueError where it is not allowed."""
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError
         inside = Number(0, 1, above_low=True)
@@ -96,20 +96,18 @@ class Fractions:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """A check for a list of numbers, each of at least 0, that may be off."""
+class Epochs:
+    """A check for one number of at least 0, or a list of such numbers."""
 
     def allowed(self) -> str:
         """What is allowed, for messages."""
-        return 'a list of numbers of at least 0, or "off"'
+        return "a number of at least 0, or a list with one such number per round"
 
-    def __call__(self, value: Any) -> tuple[float, ...] | None:
-        """The value as it is kept; ValueError where it is not allowed."""
-        if value is None or value == "off":
-            return None
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError
+    def __call__(self, value: Any) -> float | tuple[float, ...]:
+        """The checked value; ValueError where it is not allowed."""
         each = Number(0)
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            return float(each(value))
         numbers = tuple(each(item) for item in value)
         if not numbers:
             raise ValueError
@@ -125,7 +123,7 @@ class Selectors:
         return 'a list of name patterns ("head.*"), "type:CLASS" strings or module classes'
 
     def __call__(self, value: Any) -> tuple[str, ...]:
-        """The value as it is kept; ValueError where it is not allowed."""
+        """The checked value; ValueError where it is not allowed."""
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError
         return tuple(self._selector(item) for item in value)
@@ -150,7 +148,7 @@ def hint(name: object, known: Iterable[str]) -> str:
     return f": did you mean {near[0]!r}?" if near else f": allowed is one of {', '.join(names)}"
 
 
-Check: TypeAlias = Number | Choice | Switch | Fractions | Numbers | Selectors
+Check: TypeAlias = Number | Choice | Switch | Fractions | Epochs | Selectors
 
 
 def setting(default: Any, check: Check, help: str) -> Any:

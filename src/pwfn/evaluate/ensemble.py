@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.distributed import usable_device
-from pwfn.bayes.objective import evaluating, full_float32
+from pwfn.bayes.objective import evaluating
 from pwfn.errors import ConfigError, DataError
+from pwfn.evaluate.score import full_float32
 from pwfn.file.compressed import Compressed
 
 Settle = Callable[[nn.Module], None]

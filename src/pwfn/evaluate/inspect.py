@@ -124,6 +124,12 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
     )
 
 
+def fp32_bytes(compressed: Compressed) -> int:
+    """Bytes of the whole network as plain float32 (what is narrower stays so)."""
+    rest = _untouched_once(compressed)
+    return 4 * compressed.layout.size + sum(_bytes_at_most(tensor, 4) for tensor in rest)
+
+
 def _untouched_once(compressed: Compressed) -> Iterator[Tensor]:
     """The tensors that are not compressed, each once however many names it has."""
     aliases = {alias for left_out in compressed.layout.left_out for alias in left_out.aliases}

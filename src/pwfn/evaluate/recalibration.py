@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.bayes.batches import Batch, Source
+from pwfn.bayes.batchnorm import gathering, tracked
 from pwfn.bayes.distributed import usable_device
-from pwfn.bayes.objective import full_float32, gathering, tracked
 from pwfn.bayes.randomness import seeded
 from pwfn.errors import DataError, WeightError
+from pwfn.evaluate.score import full_float32
 
 _NAME = "training data for BatchNorm statistics"
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pwfn.bayes.objective import Scores, finite
 from pwfn.config import TargetConfig
 from pwfn.errors import ConfigError
+from pwfn.evaluate.score import Scores, finite
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,11 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
     those within ``max_drop`` the one of the fewest bits; else the most accurate, or, without
     ``max_drop``, the one of the fewest bits.
     """
+    if not states:
+        raise ConfigError(
+            f"the target ({_wanted(target)}) was set after the rounds were run without one, and no state was "
+            "kept: start a new run with the target"
+        )
     fitting = [s for s in states if meets(target, before, s.scores, s.entropy_bits)]
     by_size, by_accuracy = target.max_drop is not None, target.max_drop is None
     if fitting:

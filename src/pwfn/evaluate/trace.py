@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pwfn.bayes.method import InForce
+from pwfn.bayes.method import WeightState
 from pwfn.evaluate.entropy import Pool
-from pwfn.fixing.fix_round import FixRecord, Move
+from pwfn.fixing.record import FixRecord, Move
 from pwfn.fixing.unique import counted
 from pwfn.layout import Entry, Kind, Layout
 from pwfn.zoo.data.epochs import generator_from
@@ -80,7 +80,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Observed:
+class Trace:
     """What was seen; a method without sigmas, or a moment without centres, leaves those fields empty."""
 
     moment: Moment
@@ -106,11 +106,11 @@ class Observed:
         return found
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Observed:
+    def of_plain(cls, plain: Mapping[str, Any]) -> Trace:
         """What ``to_plain`` or ``to_line`` was given.
 
-        >>> seen = Observed(Moment.BEFORE, 2, 0.5, sigma=Histogram(-20, (1, 0, 4)))
-        >>> Observed.of_plain(seen.to_plain()) == seen
+        >>> seen = Trace(Moment.BEFORE, 2, 0.5, sigma=Histogram(-20, (1, 0, 4)))
+        >>> Trace.of_plain(seen.to_plain()) == seen
         True
         """
         sigma = plain.get("sigma")
@@ -128,13 +128,13 @@ class Observed:
 
 
 @torch.no_grad()
-def at_start(layout: Layout, weights: InForce) -> Observed:
+def at_start(layout: Layout, weights: WeightState) -> Trace:
     """Before any training; methods that put every weight in place at once have a codebook already."""
     return _seen(Moment.START, 0, layout, weights, wants_sample=True)
 
 
 @torch.no_grad()
-def before_fixing(number: int, layout: Layout, weights: InForce) -> Observed | None:
+def before_fixing(number: int, layout: Layout, weights: WeightState) -> Trace | None:
     """After a stretch of training: the sigmas of the free weights; None where there are none.
 
     All else is as it was after the fixing before.
@@ -142,11 +142,11 @@ def before_fixing(number: int, layout: Layout, weights: InForce) -> Observed | N
     if weights.sigma is None:
         return None
     histogram = sigma_histogram(layout, weights)
-    return Observed(Moment.BEFORE, number, _share_in_place(weights), sigma=histogram)
+    return Trace(Moment.BEFORE, number, _share_in_place(weights), sigma=histogram)
 
 
 @torch.no_grad()
-def after_fixing(number: int, record: FixRecord, layout: Layout, weights: InForce) -> Observed:
+def after_fixing(number: int, record: FixRecord, layout: Layout, weights: WeightState) -> Trace:
     """After a fixing, and what it moved."""
     moves = sorted(sorted(record.moves, key=lambda move: -move.count)[:MOST_CENTRES])
     rounded = tuple(move._replace(mean=_short(move.mean), largest=_short(move.largest)) for move in moves)
@@ -157,14 +157,14 @@ def _seen(
     moment: Moment,
     number: int,
     layout: Layout,
-    weights: InForce,
+    weights: WeightState,
     *,
     moves: tuple[Move, ...] = (),
     wants_sample: bool,
-) -> Observed:
+) -> Trace:
     placed = weights.mu if weights.fixed is None else weights.mu[weights.fixed]
     values, counts = counted(placed)
-    return Observed(
+    return Trace(
         moment,
         number,
         _share_in_place(weights),
@@ -177,19 +177,19 @@ def _seen(
     )
 
 
-def _share_in_place(weights: InForce) -> float:
+def _share_in_place(weights: WeightState) -> float:
     if weights.fixed is None:
         return 1.0
     return int(weights.fixed.count_nonzero()) / weights.fixed.numel()
 
 
-def sigma_histogram(layout: Layout, weights: InForce) -> Histogram | None:
+def sigma_histogram(layout: Layout, weights: WeightState) -> Histogram | None:
     """How many free weights have their sigma in each bin ``floor(8 log2 sigma)``, without empty ends.
 
     >>> from torch import nn
     >>> sigma, fixed = torch.tensor([0.25, 0.26, 0.35, 9.0]), torch.tensor([False, False, False, True])
     >>> layout = Layout.of(nn.Linear(4, 1, bias=False))
-    >>> sigma_histogram(layout, InForce(torch.zeros(4), sigma, fixed))
+    >>> sigma_histogram(layout, WeightState(torch.zeros(4), sigma, fixed))
     Histogram(first=-16, counts=(2, 0, 0, 1))
     """
     if weights.sigma is None or weights.fixed is None:
@@ -216,7 +216,7 @@ def _most_popular(values: Tensor, counts: Tensor) -> tuple[tuple[float, int], ..
     return tuple(zip(values[order].tolist(), counts[order].tolist(), strict=True))
 
 
-def _layers(layout: Layout, weights: InForce) -> Iterable[Layer]:
+def _layers(layout: Layout, weights: WeightState) -> Iterable[Layer]:
     for entry in layout.entries:
         values = weights.mu[entry.span]
         if weights.fixed is not None:
@@ -226,7 +226,7 @@ def _layers(layout: Layout, weights: InForce) -> Iterable[Layer]:
             yield Layer(entry.name, pool.weights, _short(pool.entropy_bits), pool.unique)
 
 
-def _samples(layout: Layout, weights: InForce) -> Iterable[Sample]:
+def _samples(layout: Layout, weights: WeightState) -> Iterable[Sample]:
     if weights.sigma is None:
         return
     entries = [entry for entry in layout.entries if entry.kind is Kind.WEIGHT]

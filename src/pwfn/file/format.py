@@ -408,3 +408,13 @@ def _naming(path: Path) -> Iterator[None]:
         raise FileError(f"{path}: {error}") from error.__cause__
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from error
+
+
+def loads(data: bytes) -> Compressed:
+    """Temporary."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.pwfn"
+        path.write_bytes(data)
+        return load(path)

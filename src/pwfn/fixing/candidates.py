@@ -13,19 +13,16 @@ from pwfn.errors import WeightError
 _MOST_CANDIDATES = 2**25  # 256 MB of float64; ordinary networks have a few hundred
 
 
-def candidates(max_abs: float, b: int, omega: int, multiple: int = 1) -> Tensor:
+def candidates(max_abs: float, b: int, omega: int) -> Tensor:
     """The sorted candidates of order omega, ``C^omega``, as float64 on the CPU.
 
-    With the multiple ``m`` (1 in the paper), ``R = {0} ∪ {±m 2^-b, …, ±m 2^top}`` and
-    ``top = max(-b, floor(log2(max_abs / m)))``: all sums of at most ``omega`` distinct elements of R
-    with ``|c| <= max_abs``; 0 and ±m 2^-b are always among them.
+    With ``R = {0} ∪ {±2^-b, …, ±2^top}`` and ``top = max(-b, floor(log2 max_abs))``: all sums of at most
+    ``omega`` distinct elements of R with ``|c| <= max_abs``; 0 and ±2^-b are always among them.
 
     >>> candidates(1.0, b=1, omega=1).tolist()
     [-1.0, -0.5, 0.0, 0.5, 1.0]
     >>> candidates(1.6, b=1, omega=2).tolist()
     [-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5]
-    >>> candidates(1.0, b=3, omega=1, multiple=3).tolist()
-    [-0.75, -0.375, 0.0, 0.375, 0.75]
     """
     try:
         valid = math.isfinite(max_abs) and max_abs >= 0
@@ -37,12 +34,10 @@ def candidates(max_abs: float, b: int, omega: int, multiple: int = 1) -> Tensor:
         raise WeightError(
             f"b is {b!r} and omega {omega!r}: allowed are whole numbers, b at least 0, omega at least 1"
         )
-    if not isinstance(multiple, int) or multiple < 1:
-        raise WeightError(f"multiple is {multiple!r}: allowed is a whole number of at least 1")
-    unit = multiple * 2.0**-b
+    unit = 2.0**-b
     limit = max(float(max_abs), unit)
-    top = _power_below(limit, multiple)
-    digits = top + b + 1
+    # frexp: limit = m * 2^e with 1/2 <= m < 1, so that floor(log2 limit) = e - 1, without rounding.
+    digits = math.frexp(limit)[1] + b
     count = sum(math.comb(digits, n) * 2**n for n in range(omega + 1))
     if digits > 53 or count > _MOST_CANDIDATES:
         raise WeightError(
@@ -52,17 +47,6 @@ def candidates(max_abs: float, b: int, omega: int, multiple: int = 1) -> Tensor:
         )
     grid = _signed_sums(digits, omega).double() * unit
     return grid[grid.abs() <= limit]
-
-
-def _power_below(limit: float, multiple: int) -> int:
-    """The largest n with ``multiple * 2^n <= limit``; without rounding, for a limit above zero.
-
-    >>> _power_below(1.0, 1), _power_below(0.99, 1), _power_below(6.0, 3)
-    (0, -1, 1)
-    """
-    mantissa, exponent = math.frexp(limit)  # limit = mantissa * 2^exponent with 1/2 <= mantissa < 1
-    own, shift = math.frexp(multiple)
-    return exponent - shift - (mantissa < own)
 
 
 @lru_cache(maxsize=64)

@@ -20,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pwfn.config import ClusteringConfig, FixedSigma, Rule
+from pwfn.config import Rule
 from pwfn.fixing.candidates import candidates
+from pwfn.fixing.distance import distance
 
 _BLOCK = 2**25  # weights looked at together; positions within a block fit int32
 _FEW = 2**16  # so few distances are sorted at once
@@ -50,29 +51,38 @@ class Cut(NamedTuple):
     length: int
 
 
-def precision_by(sigma: Tensor, multiple: int = 1) -> int:
-    """The b, from 0 to 30, for which ``multiple * 2^-b`` is from one to two of the median (the lower) sigma.
+def grid_exponent(sigma: Tensor) -> int:
+    """The b, from 0 to 30, for which ``2^-b`` is between one and two times the (lower) median sigma.
 
-    Among candidates much closer to each other than sigma, which is nearest to most says little: the centre
-    that takes all within a sigma would be any of those near zero, and not zero.
+    Where candidates lie much closer to each other than sigma, popularity says little: the first centre
+    would be any of the candidates near zero, instead of zero itself.
 
-    >>> precision_by(torch.tensor([0.01, 0.04, 9.0]))
+    >>> grid_exponent(torch.tensor([0.01, 0.04, 9.0]))
     4
     """
-    middle = (float(sigma.median()) if sigma.numel() else 1.0) / multiple
+    middle = float(sigma.median()) if sigma.numel() else 1.0
     return min(max(math.floor(-math.log2(max(middle, 2.0**-30))), 0), 30)
 
 
 class FreeWeights:
     """The free weights of a vector. Fixing them writes into the tensors given; end with :meth:`finish`."""
 
-    def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, config: ClusteringConfig):
+    def __init__(
+        self,
+        mu: Tensor,
+        sigma: Tensor,
+        fixed: Tensor,
+        *,
+        rule: Rule,
+        b: int | None,
+        omega_max: int,
+        distance_floor: float,
+    ) -> None:
         self._mu, self._sigma, self._fixed = mu, sigma, fixed
-        self._config = config
-        self._b = precision_by(sigma[~fixed], config.multiple) if config.b is None else config.b
-        self._unit = config.multiple * 2.0**-self._b
+        self._rule, self._omega_max = rule, omega_max
+        self._b = grid_exponent(sigma[~fixed]) if b is None else b
         # A floor below what the number type can hold would leave D = 0 / 0 for a weight on its centre.
-        self._floor = max(config.distance_floor, torch.finfo(mu.dtype).tiny)
+        self._floor = max(distance_floor, torch.finfo(mu.dtype).tiny)
         self._outer: list[tuple[Tensor, Tensor, Tensor]] = []
         self._size = mu.numel() - int(fixed.count_nonzero())
         self._largest = self._largest_mean()
@@ -83,7 +93,7 @@ class FreeWeights:
         self._compact()
 
     def most_popular(self, omega: int) -> tuple[float, tuple[float, float]]:
-        """The candidate nearest to most weights (the smallest of equals), and its stretch (above, up to)."""
+        """The candidate nearest to most weights (the smallest of equals), and the interval nearest to it."""
         if self._set_grid(omega):
             self._votes = self._count()
         k = int(self._votes.argmax())  # the first of equal maxima
@@ -93,11 +103,11 @@ class FreeWeights:
         return float(self._grid[k]), (above, to)
 
     def admitted(
-        self, centre: float, stretch: tuple[float, float], delta: float, needed: int
+        self, centre: float, interval: tuple[float, float], delta: float, needed: int
     ) -> tuple[list[Near], Cut]:
         """The weights within reach of a centre, and how many of them the rule fixes there."""
-        if self._config.rule is Rule.NEAREST:
-            near = self._near(centre, *stretch)
+        if self._rule is Rule.NEAREST:
+            near = self._near(centre, *interval)
             return near, cut([part.distance for part in near], needed, delta)
         reach = delta
         while True:
@@ -105,7 +115,7 @@ class FreeWeights:
             near = self._near(centre, above, to)
             distances = [part.distance for part in near]
             within = sum(int((distance <= reach).count_nonzero()) for distance in distances)
-            if self._config.rule is Rule.EACH:
+            if self._rule is Rule.EACH:
                 return near, Cut(delta, within, within) if within <= needed else cut(distances, needed)
             if within == 0:  # even the nearest is beyond delta
                 return near, Cut(reach, 0, 0)
@@ -129,19 +139,18 @@ class FreeWeights:
         return near, Cut(reach, count, count)
 
     def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
-        """Move the chosen ones to the centre; their sigma is the spread of the means just moved, or kept."""
+        """Move the chosen ones to the centre; their sigma becomes the spread of the means just moved."""
         moving = list(taken(near, chosen))
         moments = _Moments()
         for block, at in moving:
             moved = self._mu[block][at.long()]
-            self._discount(moved)
+            self._votes -= torch.bincount(self._nearest(moved), minlength=self._votes.size).cpu().numpy()
             moments.add(moved)
         for block, at in moving:
             at = at.long()
             self._mu[block].index_fill_(0, at, centre)
             self._fixed[block].index_fill_(0, at, True)
-            if self._config.fixed_sigma is FixedSigma.STD:
-                self._sigma[block].index_fill_(0, at, moments.std)
+            self._sigma[block].index_fill_(0, at, moments.std)
         self._size -= chosen.length
         self._compact()
         if moments.farthest == self._largest and self._size:
@@ -149,14 +158,14 @@ class FreeWeights:
 
     def sweep(self, needed: int) -> None:
         """Send the ``needed`` weights closest to their own candidate of the highest order there."""
-        self._set_grid(self._config.omega_max)
+        self._set_grid(self._omega_max)
         grid = self._grid.to(self._mu.device)
         near = self._near(grid, -math.inf, math.inf)
         for block, at in taken(near, cut([part.distance for part in near], needed)):
             at = at.long()
             mu, sigma = self._mu[block], self._sigma[block]
             mu[at] = grid[self._nearest(mu[at])]
-            sigma[at] = sigma[at].clamp_max(self._unit / 4)
+            sigma[at] = sigma[at].clamp_max(2.0**-self._b / 4)
             self._fixed[block].index_fill_(0, at, True)
 
     def finish(self) -> None:
@@ -171,14 +180,6 @@ class FreeWeights:
                 for there, here in zip(outer, inner, strict=True):
                     there[block][at] = here[place]
                 start = place.stop
-
-    def _discount(self, moved: Tensor) -> None:
-        """Take back the votes of weights that are being fixed."""
-        self._votes -= torch.bincount(self._nearest(moved), minlength=self._votes.size).cpu().numpy()
-
-    def _free(self, block: slice) -> Tensor:
-        """Places of the free weights within a block."""
-        return torch.nonzero(~self._fixed[block]).squeeze(1)
 
     def _blocks(self) -> Iterator[slice]:
         size = self._mu.numel()
@@ -219,7 +220,7 @@ class FreeWeights:
         if (omega, self._largest) == self._grid_of:
             return False
         self._grid_of = omega, self._largest
-        grid = candidates(self._largest, self._b, omega, self._config.multiple).to(self._mu.dtype)
+        grid = candidates(self._largest, self._b, omega).to(self._mu.dtype)
         # Above 2^24 times the unit float32 merges neighbours; what is left are still such sums.
         grid = torch.unique_consecutive(grid)
         if torch.equal(grid, self._grid.cpu()):
@@ -229,18 +230,11 @@ class FreeWeights:
         return True
 
     def _ends(self, grid: Tensor) -> Tensor:
-        """Upper ends of the stretches nearest to each candidate but the last; an end belongs below."""
+        """Upper ends of the intervals nearest to each candidate but the last; an end belongs below."""
         lower, upper = grid[:-1], grid[1:]
         edges = (lower + upper) / 2
         # A midpoint that was rounded up would claim the next number above, which is nearer to upper.
-        edges = torch.where(edges - lower > upper - edges, torch.nextafter(edges, lower), edges)
-        if self._config.zero_fix and bool((grid == 0).any()):
-            zero, unit = int((grid < 0).sum()), grid.new_tensor(self._unit)
-            if zero > 0:
-                edges[zero - 1] = torch.minimum(edges[zero - 1], -unit)
-            if zero < edges.numel():
-                edges[zero] = torch.maximum(edges[zero], torch.nextafter(unit, grid.new_tensor(0.0)))
-        return edges
+        return torch.where(edges - lower > upper - edges, torch.nextafter(edges, lower), edges)
 
     def _nearest(self, means: Tensor) -> Tensor:
         return torch.bucketize(means, self._edges_here, out_int32=True)
@@ -256,13 +250,11 @@ class FreeWeights:
         return votes
 
     def _window(self, centre: float, reach: float) -> tuple[float, float, bool]:
-        """A stretch outside of which D is above reach, and whether it holds all free weights."""
+        """A interval outside of which D is above reach, and whether it holds all free weights."""
         limits = torch.finfo(self._mu.dtype)
         # The slack outweighs every rounding of D and of the ends themselves.
         slack = 64 * limits.eps
         radius = max(reach, limits.tiny) * self._widest * (1 + slack) + abs(centre) * slack
-        if self._config.zero_fix and centre == 0:
-            radius = max(radius, 2 * self._unit)
         above, to = max(centre - radius, limits.min), min(centre + radius, limits.max)
         return above, to, above < -self._largest and to >= self._largest
 
@@ -277,17 +269,9 @@ class FreeWeights:
                 continue
             means = mu[at]
             own = centre[self._nearest(means)] if isinstance(centre, Tensor) else centre
-            distance = self._distance(means, self._sigma[block][at], own)
-            parts.append(Near(block, at.to(torch.int32), distance))
+            away = distance(means, self._sigma[block][at], own, self._floor)
+            parts.append(Near(block, at.to(torch.int32), away))
         return parts
-
-    def _distance(self, means: Tensor, sigmas: Tensor, centre: float | Tensor) -> Tensor:
-        """D to a centre, or of each to its own; ``sigmas``, a copy, are raised to their floor in place."""
-        distance = (means - centre).abs_().div_(sigmas.clamp_min_(self._floor))
-        if self._config.zero_fix and (isinstance(centre, Tensor) or centre == 0):
-            small = means.abs() < self._unit
-            distance.masked_fill_(small & (centre == 0) if isinstance(centre, Tensor) else small, 0)
-        return distance
 
 
 class _Moments:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from pwfn.bayes.objective import Scores
+from pwfn.evaluate.score import Scores
 from pwfn.bayes.train import Fitting
 from pwfn.errors import FileError
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.targets import Choice, State
 from pwfn.evaluate.trace import Observed
 from pwfn.file.storage import make_folder, replacing
-from pwfn.fixing.fix_round import FixRecord, FixStep, Move
+from pwfn.fixing.record import FixRecord, FixStep, Move
 from pwfn.progress import Progress, Round
 
 _MAGIC = b"PWFNCKP4"

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from pwfn import evaluate as uncertainty
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.objective import Objective, Scores, accuracy, evaluate
+from pwfn.bayes.objective import Objective
+from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.config import Precision
 from pwfn.errors import ConfigError, DataError, FileError
 from pwfn.evaluate import Assessment, Rival, Settling, assess, ensemble, open_outside, settled_by
@@ -178,7 +179,7 @@ def _original(compressed: Compressed, name: str, weights: str) -> nn.Module:
 def scores(model: nn.Module, source: Data, distributed: Distributed) -> Scores:
     """Cross entropy and accuracy on the test data, in float32."""
     tests = Source("test data", source.test, distributed.device)
-    return evaluate(
+    return mean_scores(
         model, tests, Objective(F.cross_entropy), accuracy, Precision.FP32, distributed=distributed
     )
 

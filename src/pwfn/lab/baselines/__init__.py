@@ -1,8 +1,15 @@
-"""PWFN and the systems it is compared with, one file each, behind one protocol."""
+"""The systems PWFN is compared with, one file each. Importing this package registers them by name.
 
-from pwfn.bayes.method import Between, Look, Method, Stretch
-from pwfn.bayes.pwfn import Pwfn
-from pwfn.config import Config, MethodName
+A method of your own works by name too: ``python:FILE:CLASS``, see :func:`find`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from pwfn.bayes.method import METHODS, Method, register
+from pwfn.errors import ConfigError, cause
 from pwfn.lab.baselines.apot import Apot
 from pwfn.lab.baselines.baseline import Baseline
 from pwfn.lab.baselines.kmeans import KMeans
@@ -11,24 +18,35 @@ from pwfn.lab.baselines.lsqplus import LsqPlus
 from pwfn.lab.baselines.qvit import QVit
 from pwfn.lab.baselines.wfn import Wfn
 
-__all__ = ["Between", "Look", "Method", "Stretch", "of"]
-
-_METHODS: dict[MethodName, type[Method]] = {
-    MethodName.PWFN: Pwfn,
-    MethodName.WFN: Wfn,
-    MethodName.LSQ: Lsq,
-    MethodName.LSQ_PLUS: LsqPlus,
-    MethodName.APOT: Apot,
-    MethodName.QVIT: QVit,
-    MethodName.KMEANS: KMeans,
-    MethodName.BASELINE: Baseline,
-}
+__all__ = ["Apot", "Baseline", "KMeans", "Lsq", "LsqPlus", "QVit", "Wfn", "find"]
 
 
-def of(config: Config) -> type[Method]:
-    """The class of the method that the settings name.
+def find(name: str) -> str:
+    """Make the method of this name known, and return the name.
 
-    >>> of(Config()).__name__
-    'Pwfn'
+    ``python:FILE:CLASS`` loads a subclass of :class:`pwfn.bayes.method.Method` from a file.
+
+    >>> find("lsq+")
+    'lsq+'
     """
-    return _METHODS[config.method]
+    if name.startswith("python:") and name not in METHODS:
+        file, _, class_name = name.removeprefix("python:").rpartition(":")
+        found = getattr(_imported(Path(file).expanduser()), class_name, None)
+        if not (isinstance(found, type) and issubclass(found, Method)):
+            raise ConfigError(
+                f"{name}: {file} has no class {class_name} that is a subclass of pwfn.bayes.method.Method"
+            )
+        register(name)(found)
+    return name
+
+
+def _imported(path: Path) -> object:
+    spec = importlib.util.spec_from_file_location(f"pwfn_method_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: there is no such Python file: allowed is python:FILE:CLASS")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(f"{path}: cannot be imported: {cause(error)}") from error
+    return module

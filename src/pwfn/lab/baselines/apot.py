@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pwfn.config import Codebooks
+from pwfn.bayes.method import register
 from pwfn.lab.activations import ActivationKind
-from pwfn.lab.baselines.quantised import END_BITS, Quantised
+from pwfn.lab.baselines.quantised import END_BITS, Codebooks, Quantised
 from pwfn.lab.quantisers import ApotQuantiser, LsqQuantiser
 from pwfn.layout import Entry
 
 
+@register("apot")
 class Apot(Quantised):
     """``alpha P((w - mean) / std)`` times std, P the nearest of the levels within ``[-1, 1]``.
 
@@ -18,7 +19,7 @@ class Apot(Quantised):
     wanted, have unsigned levels of the same kind, or signed ones where the first batch has negative inputs.
 
     >>> from pwfn.config import Config
-    >>> config = Config(method="apot").override({"quantiser.include_ends": True, "quantiser.bits": 3})
+    >>> config = Config(method="apot", options={"include_ends": True, "bits": 3})
     >>> net = Apot(nn.Linear(8, 4), config)
     >>> len(net.quantisers[0].codebook(net.latent.detach()))
     7
@@ -29,7 +30,6 @@ class Apot(Quantised):
 
     def quantiser(self, entry: Entry, weight: Tensor) -> nn.Module:
         """APoT's own, from the clip point of least squared error; a uniform one for the ends."""
-        is_end = entry.layer in self.layout.ends and not self.config.quantiser.include_ends
-        if is_end:
+        if self.is_end(entry):
             return LsqQuantiser.for_weights(weight, END_BITS)
         return ApotQuantiser.for_weights(weight, self.bits_of(entry))

@@ -1,23 +1,27 @@
-"""The network as it is: what all others are compared with, by the same measure and in the same file."""
+"""The network itself: what all others are compared with, by the same measure and in the same file."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.method import Between, Method
+from pwfn.bayes.method import Method, register
 from pwfn.config import Config
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.fix_round import FixRecord
+from pwfn.fixing.record import FixRecord
 from pwfn.layout import untouched
 
+PLAIN_STEPS: dict[str, Any] = {"training.learning_rate": 1e-3, "training.scheduler": "none"}
+"""The steps of PWFN and WFN, which methods of other steps override."""
 
+NO_FINISH: dict[str, Any] = {"finish.reestimate_epochs": 0.0, "finish.polish_epochs": 0.0}
+
+
+@register("baseline")
 class Baseline(Method):
-    """Every weight keeps its own value; with ``schedule.epochs`` the network is fine-tuned as it is.
+    """Every weight keeps its own value; with epochs in the schedule the network is fine-tuned.
 
     Nearly every weight differs from all others, so the codebook is as long as the network, and its file
     is larger than the plain weights: codebooks pay where values repeat.
@@ -27,33 +31,25 @@ class Baseline(Method):
     10
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **PLAIN_STEPS,
+        **NO_FINISH,
+        "schedule.fractions": (1.0,),
+        "schedule.epochs_per_round": (0.0,),
+    }
+
     def __init__(self, model: nn.Module, config: Config) -> None:
         super().__init__(model, config)
         self.weight = nn.Parameter(self.layout.gather(model))
 
-    def views(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The weights themselves."""
         return self.layout.views(self.weight)
 
-    def between(self, number: int, fraction: float) -> Between:
+    def fix(self, fraction: float) -> FixRecord:
         """Nothing."""
-        return Between(FixRecord(fraction, self.layout.size), self.weight.detach())
-
-    def rounded(self) -> Self:
-        """A copy as it is."""
-        return copy.deepcopy(self)
-
-    def adopt(self, compressed: Compressed) -> None:
-        """Take over a finished state."""
-        self.check_same_layout(compressed)
-        with torch.no_grad():
-            self.weight.copy_(compressed.values())
-        self.model.load_state_dict(compressed.untouched, strict=False)
+        return FixRecord(fraction, self.layout.size)
 
     def finish(self) -> Compressed:
         """Every weight's own value."""
         return Compressed.of(self.layout, self.weight.detach(), None, untouched(self.model, self.layout))
-
-    def compared(self) -> Sequence[Tensor]:
-        """The weights."""
-        return (self.weight,)

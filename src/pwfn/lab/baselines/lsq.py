@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from pwfn.bayes.method import register
 from pwfn.lab.activations import ActivationKind
 from pwfn.lab.baselines.quantised import Quantised
 from pwfn.lab.quantisers import LsqQuantiser
 from pwfn.layout import Entry
 
 
+@register("lsq")
 class Lsq(Quantised):
     """``round(clip(w / s, -2^(k-1), 2^(k-1) - 1)) s``; one step a layer, or one an output channel.
 

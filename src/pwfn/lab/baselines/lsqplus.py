@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pwfn.config import Codebooks
+from pwfn.bayes.method import register
 from pwfn.lab.activations import ActivationKind
-from pwfn.lab.baselines.quantised import Quantised
+from pwfn.lab.baselines.quantised import Codebooks, Quantised
 from pwfn.lab.quantisers import LsqPlusQuantiser
 from pwfn.layout import Entry
 
 
+@register("lsq+")
 class LsqPlus(Quantised):
     """LSQ's quantiser of weights from ``s = max(|mu - 3 sigma|, |mu + 3 sigma|) / 2^(k-1)``.
 

@@ -2,48 +2,89 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.method import Between, Look, Method, torch_optimizer
-from pwfn.bayes.optimizer import FlatOptimizer
-from pwfn.config import Codebooks, Config
+from pwfn.bayes.method import DataProbe, Method
+from pwfn.config import Choice, Config, Number, Section, Switch, setting
 from pwfn.errors import ConfigError, WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.fix_round import FixRecord
+from pwfn.fixing.record import FixRecord
 from pwfn.lab import activations
 from pwfn.lab.activations import NAME, ActivationKind
+from pwfn.lab.baselines.baseline import NO_FINISH, PLAIN_STEPS
 from pwfn.lab.quantisers.together import LsqTogether, parts_of
 from pwfn.layout import Entry, Layout, held, untouched
 
 END_BITS = 8
-"""Of the first and the last layer, as the methods' papers have them."""
+"""Of the first and the last layer, as in the methods' papers."""
+
+TRAINED: dict[str, Any] = {
+    # One phase and one optimiser for the whole run. There is no noise to re-estimate statistics after, and
+    # everything that is not quantised was trained along: nothing is left to polish.
+    **PLAIN_STEPS,
+    **NO_FINISH,
+    "training.learning_rate": 0.01,
+    "training.scheduler": "cosine",
+    "training.clip_norm": None,
+    "schedule.fractions": (1.0,),
+    "schedule.epochs_per_round": (27.0,),
+}
+"""Settings of methods that train on their codebook from the first step."""
+
+
+class Codebooks(StrEnum):
+    """What has a codebook of its own."""
+
+    METHOD = "method"  # as in the method's paper
+    NETWORK = "network"
+    LAYER = "layer"
+    CHANNEL = "channel"  # every output channel of a weight
+    HEAD = "head"  # every attention head of q, k and v, and every output channel of other weights
+
+
+@dataclass(frozen=True)
+class QuantiserOptions(Section):
+    """Options of LSQ, LSQ+, APoT, Q-ViT and k-means."""
+
+    _name = "options"
+    bits: int = setting(4, Number(2, 8, whole=True), "per weight; k-means has 2^bits centroids")
+    activation_bits: int | None = setting(
+        None, Number(2, 8, whole=True, optional=True), 'per input of a layer; "off": not quantised'
+    )
+    include_ends: bool = setting(False, Switch(), "use ``bits`` for the first and last layer too, not 8")
+    codebooks: Codebooks = setting(
+        Codebooks.METHOD, Choice(Codebooks), "what has a codebook of its own, where the method has a choice"
+    )
 
 
 class Quantised(Method):
-    """A latent weight for each weight of the network, and a quantiser for each tensor of them.
+    """One latent weight per weight of the network, and one quantiser per tensor.
 
-    The latent weights are trained through the quantisers, whose own parameters (steps, clip points)
-    are trained along without weight decay. At the end the quantised values take the place of the latent
-    ones. Biases stay as they are, in full precision.
+    The latent weights are trained through the quantisers. The quantisers' own parameters (steps, clip
+    points) are trained along without weight decay. At the end the quantised values replace the latent
+    ones. Biases stay in full precision.
     """
 
+    defaults = TRAINED
+    Options = QuantiserOptions
+    options: QuantiserOptions
     activation_kind: ClassVar[ActivationKind]
     possible_codebooks: ClassVar[frozenset[Codebooks]] = frozenset({Codebooks.LAYER, Codebooks.CHANNEL})
 
     @classmethod
     def layout_of(cls, model: nn.Module, config: Config) -> Layout:
         """The weights alone."""
-        return super().layout_of(model, config).without_biases(f"{config.method} keeps biases as they are")
+        return super().layout_of(model, config).without_biases(f"{config.method} does not quantise biases")
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         super().__init__(model, config)
-        self.codebooks = chosen_codebooks(config, self.own_codebooks(), self.possible_codebooks)
+        self.codebooks = chosen_codebooks(self, self.own_codebooks(), self.possible_codebooks)
         self.latent = nn.Parameter(self.layout.gather(model))
         pieces = self.layout.pieces(self.latent.detach())
         self.quantisers = nn.ModuleList(
@@ -56,7 +97,7 @@ class Quantised(Method):
             activations.attach(self.model, description)
 
     def own_codebooks(self) -> Codebooks:
-        """What has one in the method's paper."""
+        """What has a codebook in the method's paper."""
         return Codebooks.LAYER
 
     @abstractmethod
@@ -64,29 +105,35 @@ class Quantised(Method):
         """The quantiser of one tensor of weights, with starting values from it."""
 
     def attached(self, model: nn.Module) -> dict[str, Any] | None:
-        """What is put into the model beside the weights: quantisers of activations, if they are wanted."""
-        bits, ends = self.config.quantiser.activation_bits, self.config.quantiser.include_ends
-        if bits is None:
+        """What is put into the model: quantisers of activations, if they are wanted."""
+        if self.options.activation_bits is None:
             return None
+        return self._activation_plan(model)
+
+    def _activation_plan(self, model: nn.Module) -> dict[str, Any]:
+        bits, ends = self.options.activation_bits, self.options.include_ends
         return activations.plan(model, self.layout, self.activation_kind, bits, include_ends=ends)
 
+    def is_end(self, entry: Entry) -> bool:
+        """Whether a tensor has the 8 bits of a first or last layer."""
+        return entry.layer in self.layout.ends and not self.options.include_ends
+
     def bits_of(self, entry: Entry) -> int:
-        """Bits of a tensor's weights: more for the first and the last layer, unless told."""
-        quantiser = self.config.quantiser
-        return END_BITS if entry.layer in self.layout.ends and not quantiser.include_ends else quantiser.bits
+        """Bits of a tensor's weights."""
+        return END_BITS if self.is_end(entry) else self.options.bits
 
     def axis_of(self, entry: Entry) -> int | None:
-        """Along which axis every channel has a codebook of its own; None: one for the tensor."""
+        """The axis along which every channel has a codebook; None: one for the tensor."""
         return None if self.codebooks is Codebooks.LAYER else entry.output_axis
 
-    def begin(self, look: Look) -> None:
+    def start(self, probe: DataProbe) -> None:
         """Quantisers of activations take their starting values from a batch."""
         if hasattr(self.model, NAME):
             with activations.observing(self.model):
-                look.through(self)
+                probe.through(self)
 
-    def views(self) -> dict[str, Tensor]:
-        """The quantised weights; at the end, those that took the latent ones' place."""
+    def weights(self) -> dict[str, Tensor]:
+        """The quantised weights; at the end, those that replaced the latent ones."""
         if self._is_final:
             return self.layout.views(self.latent)
         together = self._together()
@@ -96,28 +143,18 @@ class Quantised(Method):
         quantised = [quantiser(piece) for quantiser, piece in zip(self.quantisers, pieces, strict=True)]
         return self.layout.named(quantised)
 
-    def between(self, number: int, fraction: float) -> Between:
-        """Nothing but, after the last stretch, the quantised weights for good."""
+    @torch.no_grad()
+    def fix(self, fraction: float) -> FixRecord:
+        """After the last phase the quantised weights replace the latent ones."""
         if fraction >= 1:
-            self._settle(self._values())
-        return Between(FixRecord(fraction, self.layout.size), self._values())
-
-    def rounded(self) -> Self:
-        """A copy with the quantised weights for good."""
-        other = copy.deepcopy(self)
-        other._settle(other._values())
-        return other
-
-    def adopt(self, compressed: Compressed) -> None:
-        """Take over a finished state."""
-        self.check_same_layout(compressed)
-        self._settle(compressed.values().to(self.latent))
-        self.model.load_state_dict(compressed.untouched, strict=False)
+            self.latent.copy_(self.state().mu)
+            self.set_extra_state({"is_final": True})
+        return FixRecord(fraction, self.layout.size)
 
     def finish(self) -> Compressed:
         """The quantised weights, with as many codebooks as the method has."""
         if not self._is_final:
-            raise WeightError("the weights are still in training: the last stretch puts them in place")
+            raise WeightError("the weights are still in training: call fix(1.0) first")
         record = {}
         if hasattr(self.model, NAME):
             record["activations"] = activations.describe(self.model)
@@ -133,19 +170,16 @@ class Quantised(Method):
         axis = self.axis_of(entry)
         return (0, 1) if axis is None else (axis, entry.shape[axis])
 
-    def compared(self) -> Sequence[Tensor]:
-        """The latent weights, and what the quantisers have learned."""
-        return (self.latent, *self.quantisers.parameters())
-
-    def optimizer(self, seed: int, *, alone: bool) -> torch.optim.Optimizer | FlatOptimizer:
-        """Weight decay is on the weights and what is not quantised, not on steps and clip points."""
+    def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Weight decay on the weights and what is not quantised, not on steps and clip points."""
         attached = getattr(self.model, NAME, nn.Module())
         learned = [*self.quantisers.parameters(), *attached.parameters()]
         known = {id(p) for p in learned}
         others = [p for p in self.parameters() if id(p) not in known]
-        decay = self.config.training.weight_decay
-        groups = [{"params": others, "weight_decay": decay}, {"params": learned, "weight_decay": 0.0}]
-        return torch_optimizer(groups, self.config)
+        return [
+            {"params": others, "lr": lr, "weight_decay": weight_decay},
+            {"params": learned, "lr": lr, "weight_decay": 0.0},
+        ]
 
     def get_extra_state(self) -> dict[str, bool]:
         """Whether the weights are in place."""
@@ -157,37 +191,21 @@ class Quantised(Method):
         self.latent.requires_grad_(not self._is_final)
 
     def _together(self) -> LsqTogether | None:
-        """All quantisers at once, where they can be: far fewer operations where layers are many and small."""
-        if not self.config.training.fused:
-            return None
+        """All quantisers at once, where possible: far fewer operations where layers are many and small."""
         if self._at_once is None or self._at_once.device != self.latent.device:
             parts = parts_of(self.quantisers, [entry.size for entry in self.layout.entries])
             self._at_once = LsqTogether(parts, self.latent.device) if parts else None
         return self._at_once
 
-    @torch.no_grad()
-    def _values(self) -> Tensor:
-        views = self.views()
-        return torch.cat([views[e.name].to(self.latent.dtype).reshape(-1) for e in self.layout.entries])
 
-    @torch.no_grad()
-    def _settle(self, values: Tensor) -> None:
-        self.latent.copy_(values)
-        self.set_extra_state({"is_final": True})
-
-
-def chosen_codebooks(config: Config, own: Codebooks, possible: frozenset[Codebooks]) -> Codebooks:
-    """What has a codebook of its own, by the settings; an error where the method has no such choice.
-
-    >>> chosen_codebooks(Config(), Codebooks.LAYER, frozenset({Codebooks.LAYER}))
-    <Codebooks.LAYER: 'layer'>
-    """
-    wanted = config.quantiser.codebooks
+def chosen_codebooks(net: Method, own: Codebooks, possible: frozenset[Codebooks]) -> Codebooks:
+    """What has a codebook of its own, by the options; an error where the method has no such choice."""
+    wanted: Codebooks = net.options.codebooks
     if wanted is Codebooks.METHOD:
         return own
     if wanted not in possible:
         names = ", ".join(f'"{each}"' for each in Codebooks if each in possible)
         raise ConfigError(
-            f'quantiser.codebooks is "{wanted}": {config.method} can have {names}, or "method" for its own'
+            f'options.codebooks is "{wanted}": {net.config.method} can have {names}, or "method" for its own'
         )
     return wanted

@@ -6,31 +6,32 @@ Quantisers by head and by channel, rectified queries and keys, and distillation 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.method import Look
-from pwfn.config import Codebooks, Config
+from pwfn.bayes.method import DataProbe, register
+from pwfn.config import Config
 from pwfn.lab import activations
 from pwfn.lab.activations import ActivationKind
-from pwfn.lab.baselines.quantised import Quantised
+from pwfn.lab.baselines.quantised import TRAINED, Codebooks, Quantised
 from pwfn.lab.quantisers import LsqQuantiser, PartsQuantiser
 from pwfn.layout import Entry
 
 
+@register("q-vit")
 class QVit(Quantised):
     """LSQ's quantisers, a step for each head of q, k and v and for each output channel of other weights.
 
     The paper's released program has a step for each output channel of every weight; those of a head are
     quantised alike here, as its queries, keys, values and probabilities are, so that a file has a
-    codebook for each head and not one for each of its channels (``quantiser.codebooks = "channel"``
+    codebook for each head and not one for each of its channels (``options.codebooks = "channel"``
     has the program's). The patch embedding and the head of the network have 8 bits.
 
     Queries and keys are rectified in any case (see :class:`pwfn.lab.activations.attention.Rectification`).
-    With ``quantiser.activation_bits`` the inputs of layers have a step and offset for each input channel,
+    With ``options.activation_bits`` the inputs of layers have a step and offset for each input channel,
     and queries, keys, values and attention probabilities one for each head.
 
     The teacher is the network as it came: in training the distance between its similarities of
@@ -44,6 +45,12 @@ class QVit(Quantised):
     [('patch_embed.weight', 0, 12), ('blocks.0.attn.qkv.weight', 0, 9), ('blocks.0.attn.proj.weight', 0, 12)]
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **TRAINED,
+        "training.optimizer": "adamw",
+        "training.learning_rate": 2e-4,
+        "training.clip_norm": 1.0,
+    }
     activation_kind = ActivationKind.QVIT
     possible_codebooks = frozenset({Codebooks.LAYER, Codebooks.CHANNEL, Codebooks.HEAD})
 
@@ -67,13 +74,12 @@ class QVit(Quantised):
 
     def attached(self, model: nn.Module) -> dict[str, Any] | None:
         """Rectification in any case, and quantisers of activations if they are wanted."""
-        bits, ends = self.config.quantiser.activation_bits, self.config.quantiser.include_ends
-        return activations.plan(model, self.layout, self.activation_kind, bits, include_ends=ends)
+        return self._activation_plan(model)
 
-    def begin(self, look: Look) -> None:
+    def start(self, probe: DataProbe) -> None:
         """Rectifications and quantisers of activations start from a batch; the teacher is not asked yet."""
         with torch.no_grad():
-            super().begin(look)
+            super().start(probe)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own; in training the teacher sees the same, and the distance to it is kept."""
@@ -87,7 +93,7 @@ class QVit(Quantised):
         self._distance = activations.similarity_distance(ours, theirs)
         return out
 
-    def term(self, loss: Tensor) -> Tensor | None:
+    def loss_term(self, loss: Tensor) -> Tensor | None:
         """``sum over layers and heads of ||G_q - G_q'|| + ||G_k - G_k'||`` of the pass before."""
         distance, self._distance = self._distance, None
         return distance

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.method import Between, InForce, Method, Stretch, rounds_of_fixing
-from pwfn.config import Config
+from pwfn.bayes.method import Method, WeightState, register
+from pwfn.config import Config, Number, Section, setting
 from pwfn.errors import WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.fix_round import FixRecord, relative_moves
+from pwfn.fixing.record import FixRecord, relative_moves
+from pwfn.lab.baselines.baseline import PLAIN_STEPS
 from pwfn.lab.baselines.wfn_rounds import Pull, codebook, fix_round, scaled
 from pwfn.layout import held, untouched
 
 
+@dataclass(frozen=True)
+class WfnOptions(Section):
+    """Options of WFN."""
+
+    _name = "options"
+    delta: float = setting(
+        0.015,
+        Number(0, 0.5, above_low=True),
+        "mean relative distance that a cluster may move",
+    )
+    omega_max: int = setting(20, Number(0, 30, whole=True), "order at which delta doubles instead")
+    ratio: float = setting(0.4, Number(0), "the pull to the centres, as a fraction of the task loss")
+    temperature: float = setting(0.05, Number(0, above_low=True), "of the softmin over the centres")
+    nearest: int = setting(16, Number(1, whole=True), "centres that a weight is pulled to, the nearest")
+
+
+@register("wfn")
 class Wfn(Method):
     """One codebook for the network; between fixings free weights are pulled to the centres chosen so far.
 
@@ -25,18 +43,15 @@ class Wfn(Method):
     scaled at every step to a set share of the task's loss.
 
     >>> net = Wfn(nn.Linear(4, 2), Config(method="wfn"))
-    >>> net.between(1, 1.0).record.fixed, net.finish().layout.size
+    >>> net.fix(1.0).fixed, net.finish().layout.size
     (10, 10)
     """
 
-    keeps_optimizer = False
+    defaults: ClassVar[Mapping[str, Any]] = {**PLAIN_STEPS, "training.clip_norm": None}
+    Options = WfnOptions
+    options: WfnOptions
     fixed: Tensor
     fixed_weight: Tensor
-
-    @classmethod
-    def plan(cls, config: Config) -> tuple[Stretch, ...]:
-        """A stretch of training before every fixing."""
-        return rounds_of_fixing(config)
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         super().__init__(model, config)
@@ -51,13 +66,13 @@ class Wfn(Method):
         """Every weight, fixed where fixed."""
         return torch.where(self.fixed, self.fixed_weight, self.free_weight)
 
-    def views(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The weights themselves."""
         return self.layout.views(self.weight)
 
-    def term(self, loss: Tensor) -> Tensor | None:
+    def loss_term(self, loss: Tensor) -> Tensor | None:
         """The pull, ``ratio`` times as large as the task's loss; none before the first fixing."""
-        wfn = self.config.wfn
+        wfn = self.options
         if wfn.ratio == 0 or not self.free_weight.requires_grad:
             return None
         if self._pull is None:
@@ -65,9 +80,9 @@ class Wfn(Method):
             self._pull = Pull(centres, ~self.fixed, wfn.temperature, wfn.nearest)
         return scaled(loss, self._pull(self.free_weight), wfn.ratio)
 
-    def between(self, number: int, fraction: float) -> Between:
+    def fix(self, fraction: float) -> FixRecord:
         """Fix weights up to the fraction."""
-        wfn, before = self.config.wfn, self.weight.detach()
+        wfn, before = self.options, self.weight.detach()
         result = fix_round(before, self.fixed, fraction, delta=wfn.delta, omega_max=wfn.omega_max)
         new = result.fixed & ~self.fixed
         moves = relative_moves(before[new], result.weights[new])
@@ -77,26 +92,11 @@ class Wfn(Method):
         fixed = int(self.fixed.sum())
         record = FixRecord(fraction, fixed, tuple(result.steps), tuple(moves))
         self.free_weight.requires_grad_(fixed < self.layout.size)
-        return Between(record, self.fixed_weight[self.fixed])
+        return record
 
-    def in_force(self) -> InForce:
+    def state(self) -> WeightState:
         """The weights, and which of them are fixed."""
-        return InForce(self.weight.detach(), None, self.fixed)
-
-    def rounded(self) -> Self:
-        """A copy whose free weights are fixed too, as a last round would do it now."""
-        other = copy.deepcopy(self)
-        other.between(0, 1.0)
-        return other
-
-    def adopt(self, compressed: Compressed) -> None:
-        """Take over a finished state."""
-        self.check_same_layout(compressed)
-        with torch.no_grad():
-            self.fixed.fill_(True)
-            self.fixed_weight.copy_(compressed.values())
-        self.free_weight.requires_grad_(False)
-        self.model.load_state_dict(compressed.untouched, strict=False)
+        return WeightState(self.weight.detach(), None, self.fixed)
 
     def finish(self) -> Compressed:
         """The fixed weights and their one codebook."""
@@ -105,10 +105,6 @@ class Wfn(Method):
             raise WeightError(f"{free:,} of {self.layout.size:,} weights are still free: fix them first")
         values = held(self.layout, self.fixed_weight)
         return Compressed.of(self.layout, values, None, untouched(self.model, self.layout))
-
-    def compared(self) -> Sequence[Tensor]:
-        """Which weights are fixed, and every weight."""
-        return (self.fixed, self.weight)
 
     def get_extra_state(self) -> dict[str, bool]:
         """Whether any weight is free."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pwfn.errors import WeightError
-from pwfn.fixing.fix_round import FixStep, target_count
+from pwfn.fixing.fix_round import target_count
+from pwfn.fixing.record import FixStep
 
 SMALLEST = 2.0**-7
 """Weights below it, in absolute value, go to 0; it is also the first point of the grid."""

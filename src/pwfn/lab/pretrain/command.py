@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pwfn.bayes.distributed import usable_device
-from pwfn.bayes.objective import finite
+from pwfn.evaluate.score import finite
 from pwfn.errors import FileError, PwfnError
 from pwfn.file.storage import replacing
 from pwfn.lab.pretrain.loop import Epoch, train, untrained

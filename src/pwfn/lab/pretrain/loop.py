@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from pwfn.bayes.batches import Batch, Source
-from pwfn.bayes.objective import Objective, Scores, accuracy, evaluate
+from pwfn.bayes.objective import Objective
+from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.bayes.randomness import seeded
 from pwfn.bayes.train import Average
 from pwfn.config import Precision, TrainingConfig
@@ -137,7 +138,7 @@ class _Run:
 
     def scores(self, tests: Source, precision: Precision) -> Scores:
         """Loss, without label smoothing, and accuracy of the network as it would be returned."""
-        return evaluate(self.shown, tests, Objective(F.cross_entropy), accuracy, precision)
+        return mean_scores(self.shown, tests, Objective(F.cross_entropy), accuracy, precision)
 
     def _step(self, batch: Batch, where: str) -> Tensor:
         if len(batch.args) != 1 or not isinstance(batch.args[0], Tensor) or batch.args[0].dim() != 4:

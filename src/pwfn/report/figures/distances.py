@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pwfn.evaluate.trace import Moment
-from pwfn.fixing.fix_round import Move
+from pwfn.fixing.record import Move
 from pwfn.report.figures.canvas import INK, SERIES, Drawing, decades, dots, power, thousands, whole_numbers
 from pwfn.report.reading import RunData
 

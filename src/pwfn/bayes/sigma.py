@@ -1,0 +1,107 @@
+"""The initial sigma: by the powers of two around a weight, one constant, or what the network tolerates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pwfn.config import PosteriorConfig, SigmaInit
+from pwfn.errors import WeightError
+from pwfn.layout import Layout
+
+SIGMA_FLOOR = 2.0**-30
+"""The smallest sigma of a free weight."""
+
+_INITIAL_SCALE = 0.0025
+_INITIAL_LARGEST = 0.05
+_CONSTANT = 1e-3  # the paper's "no prior"
+_LOWEST, _HIGHEST, _HALVINGS = -8.0, 3.0, 10  # of the search for a tolerated sigma: log2 of sigma / rms
+
+
+def initial_sigma(weight: Tensor) -> Tensor:
+    """The initial sigma, by relative distance to the two powers of two around each weight.
+
+    With ``2^x <= |mu| < 2^(x+1)``, ``lo = 2^x``, ``hi = 2^(x+1)``:
+    ``d = (|mu| - lo)/lo * (hi - |mu|)/hi``, zero at a power of two and largest between, and
+    ``sigma = clamp(0.0025 * d / q75, 2^-30, 0.05)`` with q75 the third quartile of d over the
+    tensor. Zero counts as a power of two. Where q75 is zero (a sparse tensor, say), it is taken
+    over the positive d; where no d is positive, every sigma is at the floor. Sigma is float32 for
+    narrower weights: narrower types cannot represent 2^-30.
+
+    >>> sigma = initial_sigma(torch.tensor([0.5, 0.75, 0.75, 0.0], dtype=torch.float64))
+    >>> sigma.tolist() == [2**-30, 0.0025, 0.0025, 2**-30]
+    True
+    """
+    if not weight.is_floating_point() or not bool(torch.isfinite(weight).all()):
+        raise WeightError("initial_sigma needs finite floating-point weights")
+    if weight.dtype not in (torch.float32, torch.float64):
+        return initial_sigma(weight.float())
+    # |mu| = m * 2^e with 1/2 <= m < 1, so lo = 2^(e-1), hi = 2^e and d depends on m alone.
+    mantissa = torch.frexp(weight.detach().abs()).mantissa
+    d = (2 * mantissa - 1) * (1 - mantissa)
+    d = torch.where(mantissa == 0, torch.zeros_like(d), d).reshape(-1)
+    quartile = _third_quartile(d)
+    if quartile == 0:
+        quartile = _third_quartile(d[d > 0])
+    if quartile == 0:
+        return torch.full_like(weight, SIGMA_FLOOR, requires_grad=False)
+    sigma = (_INITIAL_SCALE * d / quartile).clamp(SIGMA_FLOOR, _INITIAL_LARGEST)
+    return sigma.view(weight.shape)
+
+
+def starting_sigma(mu: Tensor, layout: Layout, config: PosteriorConfig) -> Tensor:
+    """Sigma of every weight as ``posterior.init`` says, as far as that is known without data."""
+    if config.init is SigmaInit.POWERS:
+        return torch.cat([initial_sigma(mu[entry.span]) for entry in layout.entries])
+    if config.init is SigmaInit.CONSTANT:
+        return torch.full_like(mu, _CONSTANT)
+    return torch.full_like(mu, max(config.rms_fraction * root_mean_square(mu), SIGMA_FLOOR))
+
+
+def tolerated_sigma(rms: float, tolerance: float, loss: Callable[[float], float]) -> float:
+    """The sigma at which the loss has risen by the tolerance, ``loss(sigma) = loss(0) + tolerance``.
+
+    Found by bisection of its logarithm, from 2^-8 to 2^3 times the root mean square of the weights, to
+    one part in a hundred. ``loss`` must draw the same noise at every call.
+
+    >>> abs(tolerated_sigma(1.0, 0.25, lambda sigma: sigma**2) - 0.5) < 0.005
+    True
+    """
+    if rms == 0:
+        raise WeightError("every weight is zero: no sigma can be found by what the network tolerates")
+    quiet = loss(SIGMA_FLOOR)
+    if not math.isfinite(quiet):
+        raise WeightError(f"the loss is {quiet} without any noise: look for NaN in the data or the weights")
+    low, high = _LOWEST, _HIGHEST
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if loss(rms * 2**middle) <= quiet + tolerance:  # false where the loss is nan
+            low = middle
+        else:
+            high = middle
+    if low == _LOWEST or high == _HIGHEST:
+        said = "even noise of 1/256 of" if low == _LOWEST else "not even noise of eight times"
+        raise WeightError(
+            f"{said} the weights' size raises the loss by posterior.tolerance = {tolerance:g}: set another "
+            "tolerance, or another posterior.init"
+        )
+    return rms * 2**low
+
+
+def root_mean_square(values: Tensor) -> float:
+    """``sqrt(mean(w^2))`` in float64; 0 for no values."""
+    return math.sqrt(float(values.detach().double().square().mean())) if values.numel() else 0.0
+
+
+def _third_quartile(values: Tensor) -> float:
+    """Linear interpolation between order statistics; ``torch.quantile`` stops at 16 M values."""
+    if values.numel() == 0:
+        return 0.0
+    position = 0.75 * (values.numel() - 1)
+    below = int(position)
+    low = float(values.kthvalue(below + 1).values)
+    high = float(values.kthvalue(min(below + 2, values.numel())).values)
+    return low + (position - below) * (high - low)

@@ -1,0 +1,14 @@
+"""Distance of a weight from a centre, in sigmas."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def distance(mu: Tensor, sigma: Tensor, centre: Tensor | float, floor: float = 2**-30) -> Tensor:
+    """``D = |mu - c| / max(sigma, floor)`` (paper, eq. 6).
+
+    >>> distance(torch.tensor([0.5, 0.3]), torch.tensor([0.25, 0.0]), 0.25, floor=0.1).tolist()
+    [1.0, 0.5]
+    """
+    return (mu - centre).abs_().div_(sigma.clamp_min(floor))

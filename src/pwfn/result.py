@@ -1,0 +1,92 @@
+"""What a run returns: the compressed network and its figures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pwfn.config import Config
+from pwfn.evaluate.entropy import Summary
+from pwfn.evaluate.inspect import fp32_bytes
+from pwfn.evaluate.score import Scores
+from pwfn.evaluate.targets import Choice, State
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import dumps
+from pwfn.progress import Round
+
+
+@dataclass(frozen=True)
+class Result:
+    """What :func:`compress` returns."""
+
+    compressed: Compressed
+    summary: Summary
+    rounds: tuple[Round, ...]
+    before: Scores | None  # the original network on the validation data
+    fixed: Scores | None  # just after the last fixing
+    after: Scores | None  # at the end, measured on the decoded weights
+    config: Config
+    epochs: float  # of training, polish included
+    seconds: float  # of work, in all processes that resumed it
+    _original: nn.Module = field(repr=False)
+    states: tuple[State, ...] = ()  # after each round, where there was a target
+    choice: Choice | None = None  # of one of them
+    target_met: bool | None = None  # by the figures at the end
+
+    def save(
+        self, path: str | Path, *, posterior: str | None = None, record: Mapping[str, Any] | None = None
+    ) -> int:
+        """Write a .pwfn file and return its size in bytes; see :func:`pwfn.file.format.save`."""
+        return self.compressed.save(path, posterior=posterior, record=record)
+
+    def model(self) -> nn.Module:
+        """A new copy of the original model with the compressed weights, in evaluation mode."""
+        return self.compressed.apply_to(copy.deepcopy(self._original)).eval()
+
+    @cached_property
+    def file_bytes(self) -> int:
+        """Size of the .pwfn file."""
+        return len(dumps(self.compressed))
+
+    def verdict(self) -> str:
+        """The outcome in one sentence."""
+        if self.target_met is not None:
+            return "the target was met" if self.target_met else "the target was missed"
+        if self.before is None or self.after is None:
+            return "accuracy was not measured: there was no validation data"
+        if self.before.metric is None or self.after.metric is None:
+            return f"the loss went from {self.before.loss:.4g} to {self.after.loss:.4g}"
+        drop = 100 * (self.before.metric - self.after.metric)
+        return f"{drop:.2f} points of accuracy were lost" if drop > 0 else "no accuracy was lost"
+
+    def facts(self) -> dict[str, str]:
+        """What :func:`print` shows, line by line."""
+        whole, original = self.summary.whole, fp32_bytes(self.compressed)
+        lines = {}
+        if self.before is not None and self.after is not None:
+            lines["before"], lines["after"] = str(self.before), str(self.after)
+        ratio = original / self.file_bytes
+        lines["file"] = f"{self.file_bytes:,} bytes, {ratio:.1f} times smaller than fp32 ({original:,})"
+        lines["weights"] = f"{whole.weights:,} in {len(self.compressed.layout.entries)} tensors"
+        lines["values"] = f"{whole.unique}, with {whole.entropy_bits:.2f} bits of entropy per weight"
+        lines["powers of two"] = f"{whole.power_of_two_share:.1%} (zeros, {whole.zero_share:.1%}, included)"
+        lines["training"] = f"{self.epochs:.4g} epochs, {len(self.rounds)} rounds, {self.seconds:.0f} s"
+        lines["verdict"] = self.verdict()
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<14}{value}" for name, value in self.facts().items())
+
+    def __repr__(self) -> str:
+        whole = self.summary.whole
+        return f"Result({whole.weights:,} weights, {whole.unique} values, {whole.entropy_bits:.2f} bits)"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in self.facts().items())
+        return f"<table>{rows}</table>"
