@@ -64,9 +64,9 @@ def test_bad_limits(most):
 def test_the_last_fixing_alone_limits_the_values():
     torch.manual_seed(0)
     model = torch.nn.Linear(40, 30)
-    settings = {"posterior.init": "constant", "posterior.constant_sigma": 1e-3, "clustering.b": 7}
+    settings = {"posterior.init": "constant", "fixing.grid_exponent": 7}
     plain = GaussianNetwork(model, Config().override(settings))
-    net = GaussianNetwork(model, Config().override({**settings, "clustering.most_values": 8}))
+    net = GaussianNetwork(model, Config().override({**settings, "fixing.max_codebook_size": 8}))
     for network in (plain, net):
         network.fix(0.9)
     assert torch.equal(net.mu, plain.mu)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import clustering as oracle
+from oracles import fixing as oracle
 
 from pwfn import PwfnError, candidates
 from pwfn.fixing.candidates import order
@@ -36,17 +36,6 @@ def test_candidates_are_all_the_sums_and_no_others(max_abs, b, omega):
     grid = candidates(max_abs, b, omega)
     assert grid.dtype == torch.float64
     assert [Fraction(c) for c in grid.tolist()] == list(oracle.candidates(max_abs, b, omega))
-
-
-@pytest.mark.parametrize("multiple", [2, 3, 5, 7, 31])
-@pytest.mark.parametrize("max_abs", MAX_ABS)
-def test_candidates_of_a_multiple_are_so_many_times_the_sums(max_abs, multiple):
-    for b, omega in ((0, 1), (3, 2), (7, 3)):
-        grid = candidates(max_abs, b, omega, multiple)
-        assert [Fraction(c) for c in grid.tolist()] == list(oracle.candidates(max_abs, b, omega, multiple))
-    # Twice the powers down to 2^-7 are the powers down to 2^-6.
-    if multiple == 2:
-        assert torch.equal(candidates(max_abs, 7, 2, 2), candidates(max_abs, 6, 2))
 
 
 @pytest.mark.parametrize("omega", [5, 6])
@@ -117,12 +106,6 @@ def test_bad_arguments_of_candidates(max_abs, b, omega, words):
     with pytest.raises(PwfnError, match=words) as caught:
         candidates(max_abs, b, omega)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("multiple", [0, -3, 1.5, "3"])
-def test_bad_multiples(multiple):
-    with pytest.raises(PwfnError, match=f"multiple is {multiple!r}: allowed is a whole number"):
-        candidates(1.0, 7, 2, multiple)
 
 
 def brute_force_orders(below: int) -> dict[int, int]:

@@ -20,29 +20,24 @@ def _sums(b: int, top: int, omega: int) -> tuple[Fraction, ...]:
 
 
 @cache
-def candidates(max_abs: float, b: int, omega: int, multiple: int = 1) -> tuple[Fraction, ...]:
-    """Return C^omega: so many times those sums, with |c| <= max_abs; 0 and the smallest are always in."""
-    smallest = Fraction(multiple, 2**b)
-    limit = max(Fraction(max_abs), smallest)
+def candidates(max_abs: float, b: int, omega: int) -> tuple[Fraction, ...]:
+    """Return C^omega: those sums with |c| <= max_abs; 0 and ±2^-b are always in."""
+    limit = max(Fraction(max_abs), Fraction(1, 2**b))
     top = -b
-    while multiple * Fraction(2) ** (top + 1) <= limit:
+    while Fraction(2) ** (top + 1) <= limit:
         top += 1
-    return tuple(multiple * c for c in _sums(b, top, omega) if abs(multiple * c) <= limit)
+    return tuple(c for c in _sums(b, top, omega) if abs(c) <= limit)
 
 
 @cache
-def _with_floats(max_abs: float, b: int, omega: int, multiple: int) -> tuple[tuple[float, Fraction], ...]:
-    return tuple((float(c), c) for c in candidates(max_abs, b, omega, multiple))
+def _with_floats(max_abs: float, b: int, omega: int) -> tuple[tuple[float, Fraction], ...]:
+    return tuple((float(c), c) for c in candidates(max_abs, b, omega))
 
 
 @cache
-def nearest(value: float, max_abs: float, b: int, omega: int, multiple: int) -> float:
+def nearest(value: float, max_abs: float, b: int, omega: int) -> float:
     """Return the candidate nearest to value; midway between two, the smaller one."""
-    return nearest_of(value, _with_floats(max_abs, b, omega, multiple))
-
-
-def nearest_of(value: float, grid: tuple[tuple[float, Fraction], ...]) -> float:
-    """Return the same of a grid given as floats and exact numbers."""
+    grid = _with_floats(max_abs, b, omega)
     least = min(abs(value - number) for number, _ in grid)
     # Rounding never reverses two differences but may make them equal: those are settled exactly.
     ties = [c for number, c in grid if abs(value - number) == least]
@@ -92,12 +87,9 @@ def fix_round(
     *,
     rule: str,
     b: int,
-    multiple: int = 1,
     delta: float,
     omega_max: int,
-    rate: float = 0.0,
-    zero_fix: bool,
-    zero_first: float = 0.0,
+    zero_threshold: float = 0.0,
     sweep: float | None,
     distance_floor: float,
 ) -> Round:
@@ -106,54 +98,16 @@ def fix_round(
     goal = math.ceil(len(mu) * fraction - 1e-9)
     omega = 1
 
-    def is_zero(i: int) -> bool:
-        return zero_fix and abs(mu[i]) < multiple * 2.0**-b
-
     def distance(i: int, c: float) -> float:
-        if is_zero(i) and c == 0:
-            return 0.0
         return abs(mu[i] - c) / max(sigma[i], distance_floor)
 
-    def bits(c: float) -> float:
-        placed = [mu[j] for j in range(len(mu)) if fixed[j]]
-        if c in placed:
-            return math.log2(len(placed) / placed.count(c))
-        return math.log2(len(placed) + 1)
-
-    def cost(i: int, c: float, price: dict[float, float]) -> float:
-        return distance(i, c) + (rate * price[c] if rate else 0.0)
-
-    def prices(max_abs: float, order: int) -> tuple[dict[float, float], set[float]]:
-        """Return the bits of every candidate, and which of them have no weight yet; none without a rate."""
-        if not rate:
-            return {}, set()
-        placed = {mu[j] for j in range(len(mu)) if fixed[j]}
-        new = bits(math.nan)
-        found = {}
-        for c, _ in _with_floats(max_abs, b, order, multiple):
-            found[c] = bits(c) if c in placed else new
-        return found, set(found) - placed
-
-    def own(i: int, max_abs: float, order: int, priced: tuple[dict[float, float], set[float]]) -> float:
-        if not rate:
-            return 0.0 if is_zero(i) else nearest(mu[i], max_abs, b, order, multiple)
-        # New centres all cost the same, and the nearest of them stands for them all.
-        price, new = priced
-        options = [c for c in price if c not in new]
-        if is_zero(i) and 0.0 in new:
-            options.append(0.0)
-        elif new:
-            grid = _with_floats(max_abs, b, order, multiple)
-            options.append(nearest_of(mu[i], tuple(pair for pair in grid if pair[0] in new)))
-        return min(options, key=lambda c: (cost(i, c, price), c))
-
-    if zero_first and goal and not any(fixed):
-        small = [i for i in range(len(mu)) if distance(i, 0.0) <= zero_first]
+    if zero_threshold and goal and not any(fixed):
+        small = [i for i in range(len(mu)) if distance(i, 0.0) <= zero_threshold]
         if small:
             spread = _spread([mu[i] for i in small])
             for i in small:
                 mu[i], sigma[i], fixed[i] = 0.0, spread, True
-            steps.append((0.0, 1, zero_first, len(small)))
+            steps.append((0.0, 1, zero_threshold, len(small)))
 
     while sum(fixed) < goal:
         needed = goal - sum(fixed)
@@ -161,8 +115,7 @@ def fix_round(
         max_abs = max(abs(mu[i]) for i in free)
 
         # 1. the most popular candidate; of equally popular ones the smallest
-        priced = prices(max_abs, omega)
-        voted = {i: own(i, max_abs, omega, priced) for i in free}
+        voted = {i: nearest(mu[i], max_abs, b, omega) for i in free}
         votes: dict[float, int] = {}
         for c in voted.values():
             votes[c] = votes.get(c, 0) + 1
@@ -189,10 +142,9 @@ def fix_round(
         omega = min(omega + 1, omega_max)
         delta *= 2
         if sweep is not None and delta > sweep:
-            priced = prices(max_abs, omega_max)
-            target = {i: own(i, max_abs, omega_max, priced) for i in free}
-            swept = sorted(free, key=lambda i: cost(i, target[i], priced[0]))[:needed]
+            target = {i: nearest(mu[i], max_abs, b, omega_max) for i in free}
+            swept = sorted(free, key=lambda i: distance(i, target[i]))[:needed]
             for i in swept:
-                mu[i], sigma[i], fixed[i] = target[i], min(sigma[i], multiple * 2.0**-b / 4), True
+                mu[i], sigma[i], fixed[i] = target[i], min(sigma[i], 2.0**-b / 4), True
             steps.append((math.nan, omega_max, delta, len(swept)))
     return Round(mu, sigma, fixed, steps)
