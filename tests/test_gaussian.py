@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,141 +26,20 @@ from pwfn import (
     GaussianNetwork,
     LayoutError,
     WeightError,
-    fix_round,
     initial_sigma,
 )
+from pwfn.zoo import data
 
 FLOOR = 2.0**-30
-CAP = 0.05
 PAPER_SIGMA: dict[str, Any] = {
     "posterior.init": "powers",
-    "posterior.learn_sigma": True,
-    "posterior.noise_on_fixed": True,
-    "clustering.b": 7,
+    "training.sigma_learning_rate": 1e-3,
+    "fixing.grid_exponent": 7,
 }
-"""Sigma as the paper has it, which most of this file is about; otherwise as recommended."""
+"""Sigma as in the paper, which most of this file is about; otherwise as recommended."""
 
 
-# --- the starting sigma --------------------------------------------------------------------------
-
-
-def oracle(weights: list[float]) -> list[float]:
-    """METHOD section 2, one weight at a time, in float64 with numpy's quantile."""
-    closeness = []
-    for weight in weights:
-        size = abs(weight)
-        if size == 0:
-            closeness.append(0.0)
-            continue
-        low = 2.0 ** (math.frexp(size)[1] - 1)
-        high = 2 * low
-        assert low <= size < high
-        closeness.append((size - low) / low * (high - size) / high)
-    quartile = float(np.quantile(closeness, 0.75))
-    if quartile == 0:  # the ruling for sparse tensors: over what is not at a power of two
-        quartile = float(np.quantile([d for d in closeness if d > 0] or [0.0], 0.75))
-    if quartile == 0:
-        return [FLOOR] * len(weights)
-    return [min(max(0.0025 * d / quartile, FLOOR), CAP) for d in closeness]
-
-
-def assert_is_oracle(weight: Tensor) -> None:
-    sigma = initial_sigma(weight)
-    assert sigma.shape == weight.shape
-    expected = torch.tensor(oracle(weight.flatten().tolist()), dtype=torch.float64).view(weight.shape)
-    # The formula has five roundings; the quantile's own are in float64 either way.
-    rounding = torch.finfo(sigma.dtype).eps
-    torch.testing.assert_close(sigma.double(), expected, rtol=8 * rounding, atol=0)
-
-
-def test_initial_sigma_by_hand() -> None:
-    # d = 0, 1/4 · 3/8, 1/2 · 1/4, 3/4 · 1/8; the third quartile lies a quarter of the way from
-    # the third to the fourth: 3/32 + 1/4 · 1/32 = 13/128.
-    sigma = initial_sigma(torch.tensor([1.0, -1.25, 1.5, 1.75], dtype=torch.float64))
-    expected = [FLOOR, 0.0025 * 12 / 13, 0.0025 * 16 / 13, 0.0025 * 12 / 13]
-    assert sigma.tolist() == pytest.approx(expected, rel=1e-15)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 127, 1025])
-def test_initial_sigma_is_the_formula(size: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(size))
-    assert_is_oracle(weight)
-    assert_is_oracle(weight * 1e-20)
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=40))
-def test_initial_sigma_is_the_formula_for_any_numbers(numbers: list[float]) -> None:
-    assert_is_oracle(torch.tensor(numbers, dtype=torch.float64))
-    assert_is_oracle(torch.tensor(numbers, dtype=torch.float32))
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.just(0.0) | st.floats(1e-100, 1e100) | st.floats(-1e100, -1e-100), min_size=1, max_size=30),
-    st.integers(-500, 500),
-)
-def test_initial_sigma_does_not_change_with_a_power_of_two_or_the_sign(
-    numbers: list[float], power: int
-) -> None:
-    weight = torch.tensor(numbers, dtype=torch.float64)
-    sigma = initial_sigma(weight)
-    assert torch.equal(initial_sigma(weight * 2.0**power), sigma)
-    assert torch.equal(initial_sigma(-weight), sigma)
-    assert torch.equal(initial_sigma(weight.flip(0)), sigma.flip(0))
-    assert bool((sigma >= FLOOR).all())
-    assert bool((sigma <= CAP).all())
-
-
-@pytest.mark.parametrize(
-    ("weight", "expected"),
-    [
-        (torch.zeros(7), [FLOOR] * 7),
-        (torch.tensor([0.3]), [0.0025]),  # one element is its own quartile
-        (torch.tensor(0.3), 0.0025),
-        (torch.tensor([0.25]), [FLOOR]),
-        (torch.full((5,), -0.7), [0.0025] * 5),
-        (torch.full((5,), 0.5), [FLOOR] * 5),
-        (torch.tensor([1.0, -2.0, 0.5, 2.0**-126, 2.0**127]), [FLOOR] * 5),
-        (torch.empty(0), []),
-        # Sparse: the quartile over all would be zero, over the rest it is that of 0.75 and 0.75.
-        (torch.tensor([0.0] * 9 + [0.75, -0.75]), [FLOOR] * 9 + [0.0025] * 2),
-        # Denormals: 3 · 2^-149 lies midway between two powers of two as 0.75 does.
-        (torch.tensor([3 * 2.0**-149, 0.75, 2.0**-149]), [0.0025, 0.0025, FLOOR]),
-        # Nearly all next to a power of two: the one that is not meets the upper clamp.
-        (torch.tensor([1 + 2.0**-20] * 9 + [1.5]), [0.0025] * 9 + [CAP]),
-    ],
-    ids=lambda value: "",
-)
-def test_initial_sigma_where_it_could_divide_by_zero(weight: Tensor, expected: Any) -> None:
-    assert torch.equal(initial_sigma(weight), torch.tensor(expected))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_initial_sigma_of_narrow_weights_is_float32(dtype: torch.dtype) -> None:
-    """float16 has no 2^-30, bfloat16 no 0.05: in their own type sigma would leave its bounds."""
-    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    weight[:3] = torch.tensor([0.5, 0.0, 1.5])
-    sigma = initial_sigma(weight)
-    assert sigma.dtype == torch.float32
-    assert torch.equal(sigma, initial_sigma(weight.float()))
-    assert sigma.min() == FLOOR
-
-
-def test_initial_sigma_of_a_parameter_has_its_shape_and_no_graph() -> None:
-    weight = nn.Parameter(torch.randn(6, 4)).t()
-    sigma = initial_sigma(weight)
-    assert sigma.shape == (4, 6)
-    assert not sigma.requires_grad
-    assert torch.equal(sigma, initial_sigma(weight.detach().clone()))
-    assert not initial_sigma(nn.Parameter(torch.zeros(2))).requires_grad
-
-
-@pytest.mark.parametrize("weight", [torch.tensor([1.0, math.nan]), torch.tensor([math.inf]), torch.arange(3)])
-def test_initial_sigma_of_what_is_no_weight(weight: Tensor) -> None:
-    with pytest.raises(WeightError, match="finite floating-point"):
-        initial_sigma(weight)
+# --- sigma before training ------------------------------------------------------------------------
 
 
 def test_every_parameter_has_its_own_quartile() -> None:
@@ -169,6 +47,11 @@ def test_every_parameter_has_its_own_quartile() -> None:
     net = GaussianNetwork(model, config())
     expected = [initial_sigma(parameter).flatten() for parameter in model.parameters()]
     assert torch.equal(net.sigma, torch.cat(expected))
+
+
+def test_no_prior_is_one_constant() -> None:
+    net = GaussianNetwork(nn.Linear(5, 4), config(init="constant"))
+    assert torch.equal(net.sigma, torch.full((24,), 1e-3))
 
 
 def test_until_it_is_known_what_is_tolerated_sigma_is_a_third_of_the_root_mean_square() -> None:
@@ -181,89 +64,10 @@ def test_until_it_is_known_what_is_tolerated_sigma_is_a_third_of_the_root_mean_s
     assert net.sigma.tolist() == pytest.approx([0.99] * 6, rel=1e-6)
     assert net.penalty().item() == 0
     assert net.parameter_groups(lr=0.1)[1]["lr"] == 0
-    half = settings.override({"posterior.network_sigma": 0.5})
+    half = settings.override({"posterior.rms_fraction": 0.5})
     assert GaussianNetwork(model, half).sigma.tolist() == [1.5] * 6
-    net.take_tolerated(lambda: net.sigma[0].item())
+    net.tolerate(lambda: net.sigma[0].item())
     assert net.sigma.tolist() == pytest.approx([0.1] * 6, rel=0.01)  # the tolerance
-
-
-def test_no_prior() -> None:
-    net = GaussianNetwork(nn.Linear(5, 4), config(init="constant"))
-    assert torch.equal(net.sigma, torch.full((24,), 1e-3))
-    net = GaussianNetwork(nn.Linear(5, 4), config(init="constant", constant_sigma=0.25))
-    assert torch.equal(net.sigma, torch.full((24,), 0.25))
-
-
-def test_sigma_in_proportion_to_the_weight() -> None:
-    model = nn.Linear(2, 2)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[0.5, -0.25], [0.0, 2.0]]))
-        model.bias.copy_(torch.tensor([-1.0, 0.125]))
-    net = GaussianNetwork(model, config(init="relative", relative_sigma=0.25))
-    assert net.sigma.tolist() == [0.125, 0.0625, FLOOR, 0.5, 0.25, 0.03125]
-
-
-CURVATURE = [0.0, 2.0**-10, 2.0**-6, 0.25, 1.0, 2.0**40]
-
-
-@pytest.mark.parametrize(
-    ("init", "expected"),
-    [
-        # 2^-12 / h: above the cap of 2^-4 for the first two, below the floor for the last
-        ("curvature", [2.0**-4, 2.0**-4, 2.0**-6, 2.0**-10, 2.0**-12, FLOOR]),
-        # 2^-12 / sqrt(h)
-        ("curvature_root", [2.0**-4, 2.0**-7, 2.0**-9, 2.0**-11, 2.0**-12, FLOOR]),
-    ],
-)
-def test_sigma_from_curvature_by_hand(init: str, expected: list[float]) -> None:
-    settings = config(init=init, curvature_scale=2.0**-12, cap=2.0**-4)
-    net = GaussianNetwork(nn.Linear(2, 2), settings)
-    before = net.mu.detach().clone()
-    net.take_curvature(torch.tensor(CURVATURE))
-    assert net.sigma.tolist() == expected
-    assert torch.equal(net.mu, before)
-
-
-def test_curvature_leaves_fixed_weights_alone() -> None:
-    net = GaussianNetwork(nn.Linear(2, 2), config(init="curvature"))
-    net.fix(0.5)
-    kept = net.sigma[net.fixed].clone()
-    net.take_curvature(torch.ones(6))
-    assert torch.equal(net.sigma[net.fixed], kept)
-    assert net.sigma[~net.fixed].tolist() == pytest.approx([0.01] * 3)
-
-
-@pytest.mark.parametrize(
-    ("init", "expected"),
-    [("curvature", [0.5, 0.5, 0.25, 0.0625]), ("curvature_root", [0.5, 0.5, 0.25, 0.125])],
-)
-def test_the_median_of_the_curvatures_has_the_sigma_of_the_settings(init: str, expected: list[float]) -> None:
-    """Zeros do not count: of 1/4, 1, 4 and 4 the lower median is 1; 0.25 / h is cut at 0.5."""
-    settings = config(init=init, curvature_sigma=0.25, cap=0.5)
-    net = GaussianNetwork(nn.Linear(2, 2), settings)
-    net.take_curvature(torch.tensor([0.0, 0.25, 1.0, 4.0, 4.0, 0.0]))
-    assert net.sigma.tolist() == [*expected, expected[-1], 0.5]
-    scaled = GaussianNetwork(nn.Linear(2, 2), settings)
-    scaled.take_curvature(1e-6 * torch.tensor([0.0, 0.25, 1.0, 4.0, 4.0, 0.0]))
-    torch.testing.assert_close(scaled.sigma, net.sigma)  # whatever the unit of the loss
-
-
-@pytest.mark.parametrize(
-    ("curvature", "words"),
-    [
-        (torch.zeros(6), "zero for every weight"),
-        (torch.tensor([1.0, math.inf, 1, 1, 1, 1]), "not finite for one"),
-        (torch.tensor([1.0, math.nan, 1, 1, 1, 1]), "at least 0 for every weight"),
-        (torch.tensor([1.0, -1, 1, 1, 1, 1]), "at least 0 for every weight"),
-        (torch.ones(5), "at least 0 for every weight"),
-    ],
-)
-def test_a_curvature_that_is_none_is_refused(curvature: Tensor, words: str) -> None:
-    net = GaussianNetwork(nn.Linear(2, 2), config(init="curvature"))
-    before = net.sigma.detach().clone()
-    with pytest.raises(WeightError, match=words):
-        net.take_curvature(curvature)
-    assert torch.equal(net.sigma, before)
 
 
 # --- a network whose output is its weights -------------------------------------------------------
@@ -277,12 +81,17 @@ def config(**posterior: Any) -> Config:
     )
 
 
-def readable(side: int = SIDE, settings: Config | None = None, seed: int = 0) -> GaussianNetwork:
+def readable(
+    side: int = SIDE, settings: Config | None = None, seed: int = 0, sigma: float | None = None
+) -> GaussianNetwork:
     """A float64 linear layer: given the unit vectors it puts out its weights (see ``drawn``)."""
     layer = nn.Linear(side, side, bias=False, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(side, side, generator=torch.Generator().manual_seed(seed)))
-    return GaussianNetwork(layer, settings or config())
+    net = GaussianNetwork(layer, settings or config())
+    if sigma is not None:
+        net.free_sigma.data.fill_(sigma)
+    return net
 
 
 def drawn(net: GaussianNetwork) -> Tensor:
@@ -325,7 +134,7 @@ def test_a_draw_is_mu_plus_sigma_times_noise() -> None:
 
 
 def test_draws_have_the_mean_and_spread_they_say() -> None:
-    net = readable(settings=config(init="constant", constant_sigma=0.5)).train()
+    net = readable(sigma=0.5).train()
     torch.manual_seed(0)
     count = 2000
     draws = torch.stack([drawn(net).detach() for _ in range(count)])
@@ -379,7 +188,7 @@ def test_sampling_blocks_nest_and_end_with_an_error() -> None:
 
 @pytest.mark.parametrize("noisy", [True, False])
 def test_noise_on_fixed_weights(noisy: bool) -> None:
-    net = readable(settings=config(noise_on_fixed=noisy, init="constant", constant_sigma=0.3))
+    net = readable(settings=config(noise_on_fixed=noisy), sigma=0.3)
     net.fix(0.5)
     assert bool((net.sigma[net.fixed] > 0).any())
     spread = net.fixed & (net.sigma > 0)
@@ -440,7 +249,7 @@ def test_gradients_through_a_network_are_those_of_the_sampled_weights() -> None:
 
 
 def test_gradients_are_finite_differences_under_the_same_noise() -> None:
-    net = readable(settings=config(init="constant", constant_sigma=0.3)).eval()
+    net = readable(sigma=0.3).eval()
     goal = noise_of(1, SIDE**2)
 
     def loss() -> Tensor:
@@ -463,7 +272,7 @@ def test_gradients_are_finite_differences_under_the_same_noise() -> None:
 
 def test_gradients_of_the_expected_quadratic_loss() -> None:
     """E[(w - a)²] = (mu - a)² + sigma², so the mean gradients are 2(mu - a) and 2·sigma."""
-    net = readable(settings=config(init="constant", constant_sigma=0.5)).train()
+    net = readable(sigma=0.5).train()
     goal, count = noise_of(1, SIDE**2), 3000
     torch.manual_seed(0)
     total = torch.zeros((), dtype=torch.float64)
@@ -552,18 +361,13 @@ def test_penalty_of_the_paper() -> None:
     torch.testing.assert_close(net.penalty().double(), expected, rtol=1e-6, atol=0)
 
 
-def test_no_penalty_at_alpha_zero() -> None:
-    net = readable(settings=config(alpha=0))
-    assert net.penalty().item() == 0
-
-
 def test_sigma_settles_where_the_two_gradients_balance() -> None:
     """With curvature h the expected loss is h/2·sigma² - alpha·sigma + …: least at sigma = alpha / h."""
     alpha, curvature = 0.02, 0.5
     for start in (0.01, 0.09):
-        net = readable(30, config(alpha=alpha, cap=1.0, init="constant", constant_sigma=start)).train()
+        net = readable(30, config(alpha=alpha, cap=1.0), sigma=start).train()
         goal = net.mu.detach().clone()
-        optimizer = torch.optim.SGD(net.parameter_groups(lr=0.02))
+        optimizer = torch.optim.SGD(net.parameter_groups(lr=0.02, sigma_lr=0.02))
         torch.manual_seed(0)
         tail = []
         for step in range(900):
@@ -578,11 +382,8 @@ def test_sigma_settles_where_the_two_gradients_balance() -> None:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.data, dtype=torch.float32).view(-1, 1, 8, 8)
-    return (images - images.mean()) / images.std(), torch.tensor(data.target)
+    train, _ = data.digits()
+    return train.images, train.targets
 
 
 def test_sigma_collapses_without_the_regulariser_and_grows_with_it() -> None:
@@ -769,12 +570,13 @@ def test_sigma_comes_back_from_the_floor() -> None:
     assert torch.equal(net.sigma, torch.full((SIDE**2,), FLOOR + 0.01, dtype=torch.float64))
 
 
-def test_zero_first_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
+def test_zero_threshold_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
     torch.manual_seed(0)
     model = nn.Linear(20, 5)
-    settings = {**PAPER_SIGMA, "posterior.init": "constant", "posterior.constant_sigma": 0.125}
-    net = GaussianNetwork(model, Config().override({**settings, "clustering.zero_first": 1.0}))
-    plain = GaussianNetwork(model, Config().override(settings))
+    net = GaussianNetwork(model, config().override({"fixing.zero_threshold": 1.0}))
+    plain = GaussianNetwork(model, config())
+    for network in (net, plain):
+        network.free_sigma.data.fill_(0.125)
     assert torch.equal(net.rounded().mu, plain.rounded().mu)
     small = (net.mu.detach().abs() <= 0.125).nonzero().flatten()
     record = net.fix(0.5)
@@ -785,26 +587,11 @@ def test_zero_first_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
     assert net.fix(0.7).fixed == 74  # ceil(105 · 0.7)
 
 
-def test_a_fixing_minds_the_length_of_the_code_if_it_is_told_to() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(60, 30)
-    net = GaussianNetwork(model, config(init="relative").override({"clustering.rate": 0.5}))
-    plain = GaussianNetwork(model, config(init="relative"))
-    state = net.mu, net.sigma, net.fixed.clone()
-    for fraction in (0.5, 1.0):
-        net.fix(fraction)
-        plain.fix(fraction)
-        done = fix_round(*state, fraction, rule="each", sweep=16.0, rate=0.5)
-        state = done.mu, done.sigma, done.fixed
-        assert torch.equal(net.mu[net.fixed], done.mu[done.fixed])
-    assert net.mu.unique().numel() < plain.mu.unique().numel()
-
-
 def test_parameter_groups() -> None:
     net = small_net()
     others, sigma = net.parameter_groups(lr=0.1, weight_decay=0.2)
     assert (others["lr"], others["weight_decay"]) == (0.1, 0.2)
-    assert (sigma["lr"], sigma["weight_decay"]) == (0.1, 0.0)
+    assert (sigma["lr"], sigma["weight_decay"]) == (1e-3, 0.0)  # the setting
     assert [id(p) for p in sigma["params"]] == [id(net.free_sigma)]
     listed = [id(p) for p in (*others["params"], *sigma["params"])]
     assert sorted(listed) == sorted(id(p) for p in net.parameters())
@@ -812,11 +599,9 @@ def test_parameter_groups() -> None:
     assert net.parameter_groups(lr=0.1, sigma_lr=0.0)[1]["lr"] == 0.0
 
 
-def test_a_sigma_that_does_not_learn_has_no_rate_and_no_regulariser() -> None:
-    net = small_net(settings=config(learn_sigma=False))
-    assert net.parameter_groups(lr=0.1)[1]["lr"] == 0.0
-    assert net.parameter_groups(lr=0.1, sigma_lr=0.3)[1]["lr"] == 0.0
-    assert net.parameter_groups(lr=0.1)[0]["lr"] == 0.1
+def test_a_sigma_that_is_not_trained_has_no_rate_and_no_regulariser() -> None:
+    net = small_net(settings=config().override({"training.sigma_learning_rate": None}))
+    assert [group["lr"] for group in net.parameter_groups(lr=0.1)] == [0.1, 0.0]
     assert net.penalty().item() == 0
 
 
@@ -939,7 +724,7 @@ def assert_same_state(one: GaussianNetwork, other: GaussianNetwork) -> None:
 
 def test_state_round_trip_and_the_same_future() -> None:
     # A sweep threshold that the first round reaches puts a nan among the records.
-    net = small_net(settings=config().override({"clustering.sweep": 1.0, "clustering.delta": 1.0}))
+    net = small_net(settings=config().override({"fixing.sweep": 1.0}))
     train(net, OPTIMIZERS["sgd"](net.parameters()), 3)
     net.fix(0.3), net.fix(0.6)
     assert any(math.isnan(step.centre) for record in net.records for step in record.steps)
@@ -1140,10 +925,9 @@ def signed_sums(powers: list[Fraction], most: int) -> set[Fraction]:
 
 @pytest.mark.parametrize("rule", ["mean", "each", "nearest"])
 @pytest.mark.parametrize("sweep", [None, 4.0])
-@pytest.mark.parametrize("omega_max", [1, 2, 3, 4])
-def test_every_value_is_a_sum_of_few_powers_of_two(rule: str, sweep: float | None, omega_max: int) -> None:
-    changes = {"clustering.rule": rule, "clustering.sweep": sweep, "clustering.omega_max": omega_max}
-    net = small_net(settings=config().override({**changes, "clustering.b": 6}))
+def test_every_value_is_a_sum_of_few_powers_of_two(rule: str, sweep: float | None) -> None:
+    changes = {"fixing.rule": rule, "fixing.sweep": sweep, "fixing.grid_exponent": 6}
+    net = small_net(settings=config().override(changes))
     with torch.no_grad():
         net.free_mu.mul_(6)
     for fraction in (0.3, 0.7, 1.0):
@@ -1152,9 +936,9 @@ def test_every_value_is_a_sum_of_few_powers_of_two(rule: str, sweep: float | Non
     values = {Fraction(value) for value in net.finish().codebook.tolist()}
     powers = [Fraction(2) ** exponent for exponent in range(-6, 4)]
     assert max(abs(value) for value in values) < 8
-    assert values <= signed_sums(powers, omega_max)
-    if omega_max > 1 and sweep is not None:  # the finer candidates are used, not only allowed
-        assert not values <= signed_sums(powers, omega_max - 1)
+    assert values <= signed_sums(powers, 4)
+    if sweep is not None:  # the finer candidates are used, not only allowed
+        assert not values <= signed_sums(powers, 3)
 
 
 def test_float64_weights_stay_float64() -> None:
