@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pwfn import ConfigError
 from pwfn.bayes.batches import Batch
-from pwfn.bayes.cuda_graph import RecordedStep
+from pwfn.bayes.cuda_graph import GraphedStep
 
 
 @dataclass(eq=False)
@@ -64,11 +64,11 @@ def test_a_recording_that_fails_leaves_the_stream_and_the_generator_as_they_were
             raise RuntimeError("operation not permitted when stream is capturing")
         return torch.zeros(())
 
-    step = RecordedStep([], work)
+    step = GraphedStep([], work)
     batch = Batch.of((torch.zeros(2, 3), torch.zeros(2)), torch.device("cpu"))
     for _ in range(3):
         step(batch, "round 1")
-    with pytest.raises(ConfigError, match=r"round 1: the step cannot be recorded .*cuda_graph = false"):
+    with pytest.raises(ConfigError, match=r"round 1: the step cannot be captured .*cuda_graph = false"):
         step(batch, "round 1")
     assert device.stream is before
     assert not device.capturing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn import Config, GaussianNetwork, compress
+from pwfn.bayes import kernels
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.optimizer import FlatAdamW, FlatOptimizer, FlatSGD
+from pwfn.bayes.optimizer import FlatAdamW, FlatSGD, optimizer_for
 from pwfn.bayes.train import fit
 from pwfn.config import TrainingConfig
 from pwfn.errors import ConfigError, WeightError
@@ -25,11 +27,10 @@ from pwfn.zoo.models import digits_resnet
 CPU = torch.device("cpu")
 PAPER_SIGMA: dict[str, Any] = {
     "posterior.init": "powers",
-    "posterior.learn_sigma": True,
-    "posterior.noise_on_fixed": True,
-    "clustering.b": 7,
+    "training.sigma_learning_rate": 1e-3,
+    "fixing.grid_exponent": 7,
 }
-"""Sigma as the paper has it: it learns, and fixed weights have noise too."""
+"""Sigma as in the paper: it is trained."""
 SETTINGS = Config().override({**PAPER_SIGMA, "posterior.alpha": 0.01, "posterior.cap": 0.02})
 
 
@@ -63,14 +64,15 @@ def half_fixed(config: Config = SETTINGS) -> GaussianNetwork:
 
 
 TASK = Objective(F.cross_entropy)
+Flat = FlatSGD | FlatAdamW
 RATES: dict[str, Any] = {"lr": 0.05, "sigma_lr": 0.01, "weight_decay": 0.1}
 
 
-def flat(net: GaussianNetwork, kind: type[FlatOptimizer], **options: Any) -> FlatOptimizer:
+def flat(net: GaussianNetwork, kind: type[Any], **options: Any) -> Flat:
     return kind(net, **RATES, seed=7, **options)
 
 
-def plain(net: GaussianNetwork, kind: type[FlatOptimizer]) -> torch.optim.Optimizer:
+def plain(net: GaussianNetwork, kind: type[Any]) -> torch.optim.Optimizer:
     groups = net.parameter_groups(**RATES)
     if kind is FlatAdamW:
         return torch.optim.AdamW(groups)
@@ -84,7 +86,7 @@ KINDS = [(FlatSGD, {"momentum": 0.9}), (FlatAdamW, {})]
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_flat_optimiser_takes_the_steps_of_torchs(
-    kind: type[FlatOptimizer], options: dict[str, Any], clip: float | None, shared: bool
+    kind: type[Any], options: dict[str, Any], clip: float | None, shared: bool
 ) -> None:
     config = TrainingConfig(clip_norm=clip)
     ours, theirs = half_fixed(), half_fixed()
@@ -117,14 +119,14 @@ def test_a_flat_optimiser_takes_the_steps_of_torchs(
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_sigma_that_does_not_learn_is_one_without_rate_and_regulariser(
-    kind: type[FlatOptimizer], options: dict[str, Any], fused: bool
+    kind: type[Any], options: dict[str, Any], fused: bool
 ) -> None:
     """To the bit, clipped too; and sigma stays as it was."""
 
     def stepped(posterior: dict[str, Any], sigma_lr: float) -> GaussianNetwork:
         net = half_fixed(SETTINGS.override(posterior))
         rates = {**RATES, "sigma_lr": sigma_lr}
-        optimizer: FlatOptimizer | torch.optim.Optimizer
+        optimizer: torch.optim.Optimizer
         if fused:
             optimizer = kind(net, **rates, seed=7, clip_norm=0.05, **options)
         else:
@@ -136,7 +138,7 @@ def test_a_sigma_that_does_not_learn_is_one_without_rate_and_regulariser(
         fit(net, iter(batches()), 6, TASK, config, optimizer=optimizer, where="here", seed=seed)
         return net
 
-    frozen = stepped({"posterior.learn_sigma": False}, 0.3)
+    frozen = stepped({"training.sigma_learning_rate": None}, 0.0)
     nothing = stepped({"posterior.alpha": 0.0}, 0.0)
     start = half_fixed()
     assert torch.equal(frozen.sigma, start.sigma)
@@ -147,7 +149,7 @@ def test_a_sigma_that_does_not_learn_is_one_without_rate_and_regulariser(
         assert torch.equal(mine, other)
 
 
-def test_a_whole_run_ends_in_the_same_clusters_with_and_without() -> None:
+def test_a_whole_run_ends_in_the_same_clusters_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(16, 1, 8, 8, generator=generator), torch.randint(0, 10, (16,))) for _ in range(4)]
     config = Config().override(
@@ -155,9 +157,14 @@ def test_a_whole_run_ends_in_the_same_clusters_with_and_without() -> None:
     )
     torch.manual_seed(0)
     model = digits_resnet()
-    results = [
-        compress(model, data, None, config.override({"training.fused": fused})) for fused in (True, False)
-    ]
+    results = [compress(model, data, None, config)]
+    module = sys.modules["pwfn.compress"]
+    monkeypatch.setattr(
+        module,
+        "optimizer_for",
+        lambda net, config, seed, fused: optimizer_for(net, config, seed, fused=False),
+    )
+    results.append(compress(model, data, None, config))
     first, second = (result.rounds for result in results)
     for one, other in zip(first, second, strict=True):
         # Rounding moves a weight in ten thousand across a threshold, not a centre out of the list.
@@ -187,13 +194,11 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_a_state_that_was_kept_goes_on_as_if_never_stopped(
-    kind: type[FlatOptimizer], options: dict[str, Any]
-) -> None:
-    def steps(optimizer: FlatOptimizer, some: list[Batch]) -> None:
+def test_a_state_that_was_kept_goes_on_as_if_never_stopped(kind: type[Any], options: dict[str, Any]) -> None:
+    def steps(optimizer: Flat, some: list[Batch]) -> None:
         for batch in some:
             with optimizer.drawn():
-                F.cross_entropy(optimizer.net(*batch.args), batch.target).backward()
+                F.cross_entropy(optimizer.flat.net(*batch.args), batch.target).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -203,17 +208,17 @@ def test_a_state_that_was_kept_goes_on_as_if_never_stopped(
     steps(first, batches()[:3])
     kept = copy.deepcopy(first.state_dict())
     net = half_fixed()
-    net.load_state_dict(first.net.state_dict())
+    net.load_state_dict(first.flat.net.state_dict())
     second = flat(net, kind, **options)
-    second.seed = 99  # the state has its own
+    second.param_groups[0]["seed"] = 99  # the state has its own
     second.load_state_dict(kept)
     steps(second, batches()[3:])
-    assert torch.equal(second.net.mu, whole.net.mu)
-    assert torch.equal(second.net.sigma, whole.net.sigma)
+    assert torch.equal(second.flat.net.mu, whole.flat.net.mu)
+    assert torch.equal(second.flat.net.sigma, whole.flat.net.sigma)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_only_free_weights_have_state(kind: type[FlatOptimizer], options: dict[str, Any]) -> None:
+def test_only_free_weights_have_state(kind: type[Any], options: dict[str, Any]) -> None:
     net = GaussianNetwork(network(), SETTINGS).train()
     for fraction in (0.0, 0.5, 1.0):
         if fraction:
@@ -221,14 +226,16 @@ def test_only_free_weights_have_state(kind: type[FlatOptimizer], options: dict[s
         free = int((~net.fixed).sum())
         optimizer = flat(net, kind, **options)
         take_step(optimizer)
-        assert {vector.numel() for vector in optimizer.state.values()} == {free}
-        assert all(bool(vector.any()) == (free > 0) for vector in optimizer.state.values())
+        state = [*optimizer.state[net.free_mu].values(), *optimizer.state[net.free_sigma].values()]
+        state = [vector for vector in state if vector.dim()]
+        assert {vector.numel() for vector in state} == {free}
+        assert all(bool(vector.any()) == (free > 0) for vector in state)
 
 
-def take_step(optimizer: FlatOptimizer) -> None:
+def take_step(optimizer: Flat) -> None:
     batch = batches()[0]
     with optimizer.drawn():
-        F.cross_entropy(optimizer.net(*batch.args), batch.target).backward()
+        F.cross_entropy(optimizer.flat.net(*batch.args), batch.target).backward()
     optimizer.step()
 
 
@@ -264,25 +271,24 @@ def test_a_state_of_another_mask_is_not_loaded() -> None:
     first, net = flat(half_fixed(), FlatSGD), half_fixed()
     net.fix(0.7)
     second = flat(net, FlatSGD)
-    with pytest.raises(WeightError, match=r"momentum_mu is of .* free weights, and the network has"):
+    with pytest.raises(WeightError, match=r"momentum belongs to .* free weights, and the network has"):
         second.load_state_dict(first.state_dict())
 
 
-def test_no_gradient_is_kept_from_one_step_to_the_next() -> None:
+def test_no_gradient_is_kept_from_one_step_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = flat(half_fixed(), FlatSGD, clip_norm=0.05)
     seen = []
 
-    def watched(*args: Any) -> None:
-        seen.append(weakref.ref(args[0]))
-        assert all(leaf.grad is None for leaf in optimizer._leaves)  # the pieces' own are gone by then
-        FlatSGD._update(optimizer, *args)  # type: ignore[arg-type]
+    def watched(*args: Any, **numbers: Any) -> None:
+        seen.append(weakref.ref(args[4]))
+        assert all(leaf.grad is None for leaf in optimizer.flat.leaves)  # the pieces' own are gone by then
+        sgd_(*args, **numbers)
 
-    optimizer._update = watched  # type: ignore[method-assign]
+    sgd_ = kernels.sgd_
+    monkeypatch.setattr(kernels, "sgd_", watched)
     take_step(optimizer)
     (gradient,) = seen
     assert gradient() is None
-    vectors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
-    assert sum(vector.numel() == optimizer.net.layout.size for vector in vectors) == 2  # weights and mask
 
 
 def test_a_gradient_collected_before_gives_the_same_step() -> None:
@@ -290,19 +296,19 @@ def test_a_gradient_collected_before_gives_the_same_step() -> None:
     take_step(one)
     batch = batches()[0]
     with other.drawn():
-        F.cross_entropy(other.net(*batch.args), batch.target).backward()
-    gradient = other.collect()
-    assert gradient.shape == other.net.free_mu.shape
+        F.cross_entropy(other.flat.net(*batch.args), batch.target).backward()
+    gradient = other.flat.collect()
+    assert gradient.shape == other.flat.net.free_mu.shape
     other.step(gradient)
-    assert torch.equal(one.net.mu, other.net.mu)
-    assert torch.equal(one.net.sigma, other.net.sigma)
+    assert torch.equal(one.flat.net.mu, other.flat.net.mu)
+    assert torch.equal(one.flat.net.sigma, other.flat.net.sigma)
 
 
 def test_weights_in_bfloat16_are_the_draw_rounded_once() -> None:
     net = half_fixed()
     optimizer = flat(net, FlatSGD, dtype=torch.bfloat16)
     with net.sampling(at=(7, 0)):
-        drawn = net._weights().detach()
+        drawn = net._vector().detach()
     with optimizer.drawn():
         placed = [p for name, p in net.model.named_parameters() if name in ("0.weight", "4.weight", "4.bias")]
         assert torch.equal(torch.cat([p.detach().reshape(-1) for p in placed]), drawn.to(torch.bfloat16))
@@ -391,7 +397,7 @@ def test_sharing_storage_changes_nothing_but_the_place() -> None:
 @pytest.mark.parametrize("change", [{"accumulate": 2}, {"precision": "fp16"}])
 def test_what_takes_several_draws_is_refused(change: dict[str, Any]) -> None:
     net = half_fixed()
-    with pytest.raises(ConfigError, match=r"set training\.fused = false"):
+    with pytest.raises(ConfigError, match="one batch of one process"):
         fit(
             net,
             iter(batches()),
@@ -406,5 +412,14 @@ def test_what_takes_several_draws_is_refused(change: dict[str, Any]) -> None:
 
 def test_a_model_of_several_types_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    with pytest.raises(WeightError, match="of several types: use a torch optimiser"):
+    with pytest.raises(WeightError, match="several types: use a torch optimiser"):
         FlatSGD(GaussianNetwork(model), lr=0.1)
+
+
+def test_torchs_schedulers_scale_both_rates() -> None:
+    net = half_fixed()
+    optimizer = FlatSGD(net, lr=0.5, sigma_lr=0.25)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    take_step(optimizer)
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
