@@ -1,10 +1,8 @@
-"""Every method behind the one protocol: a run, its file, a crash, a target; and the truths of each."""
+"""Every method by the same five functions: a run, its file, a crash, a target; and the truths of each."""
 
 from __future__ import annotations
 
-import ast
 import copy
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -13,24 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Call, look_with
+from conftest import Call
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pwfn
-from pwfn import Compressed, Config, ConfigError, Layout, WeightError, compress, load
-from pwfn.config import MethodName
+from pwfn import Config, ConfigError, WeightError, compress, load
+from pwfn.bayes.method import METHODS, DataProbe, Method
 from pwfn.export.onnx import to_onnx
-from pwfn.lab import baselines as methods
-from pwfn.lab.baselines import Method
+from pwfn.lab.baselines import find
 from pwfn.lab.baselines.wfn_rounds import relative_distance
+from pwfn.progress import Progress
 from pwfn.run.checkpoint import Store
 from pwfn.zoo.data.epochs import Repeated
 from pwfn.zoo.models.vit import VisionTransformer
 
-ROOT = Path(pwfn.__file__).parent
-NAMES = list(MethodName)
-TRAINED = [name for name in NAMES if name is not MethodName.BASELINE]
+NAMES = list(METHODS)
+TRAINED = [name for name in NAMES if name != "baseline"]
+ROUNDS = ("pwfn", "wfn")  # the others have one phase
 
 
 class Convnet(nn.Module):
@@ -88,17 +86,19 @@ def transformer() -> nn.Module:
 
 
 def network(name: str, convnet: nn.Module, transformer: nn.Module) -> nn.Module:
-    return transformer if name == MethodName.QVIT else convnet
+    return transformer if name == "q-vit" else convnet
 
 
-def settings(name: str, **changes: Any) -> Config:
-    brief = {
-        "schedule.fractions": [0.5, 0.9, 1.0],
-        "schedule.epochs_per_round": 1.0,
-        "schedule.epochs": 3.0,
-    }
+def settings(name: str, epochs: float = 3.0, **changes: Any) -> Config:
+    brief: dict[str, Any] = {"schedule.fractions": [1.0], "schedule.epochs_per_round": [epochs]}
+    if name in ROUNDS:
+        brief = {"schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": [1.0, 1.0, 1.0]}
     given = {key.replace("__", "."): value for key, value in changes.items()}
     return Config.preset("recommended", name).override({**brief, **given})
+
+
+def method(name: str, model: nn.Module, config: Config | None = None) -> Method:
+    return METHODS[name](model, config or settings(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,9 +111,7 @@ def test_a_run_keeps_the_accuracy_and_its_file_is_the_network(
     assert result.before is not None
     assert result.after is not None
     assert result.after.metric >= result.before.metric - 0.05  # of 1; all of them keep this easy task
-    assert result.epochs == pytest.approx(
-        2.05 + result.config.finish.polish_epochs if name in ("pwfn", "wfn") else 3
-    )
+    assert result.epochs == pytest.approx(3 + result.config.finish.polish_epochs)
     result.save(tmp_path / "model.pwfn")
     loaded = load(tmp_path / "model.pwfn")
     assert loaded.record["method"] == name
@@ -145,14 +143,14 @@ def test_a_run_that_was_stopped_anywhere_ends_in_the_same_bits(
 ) -> None:
     """Ten steps an epoch: in the first, at its end, in the second, at its end; by way of a file."""
     model = network(name, convnet, transformer)
-    config = settings(name, schedule__warmup_epochs=1.0)
+    config = settings(name)
     if name in ("lsq", "lsq+", "apot", "q-vit"):
-        config = config.override({"quantiser.activation_bits": 4})
+        config = config.override({"options.activation_bits": 4})
     batches = Repeated(TRAIN)
     whole = compress(model, batches, config=config).compressed
-    kept: list[pwfn.Progress] = []
+    kept: list[Progress] = []
 
-    def keep(progress: Callable[[], pwfn.Progress], is_last: bool) -> None:
+    def keep(progress: Callable[[], Progress], is_last: bool) -> None:
         kept.append(progress())
         if len(kept) == last:
             raise StopError
@@ -171,11 +169,11 @@ def test_a_target_keeps_a_state_on_the_way(name: str, convnet: nn.Module, transf
     model = network(name, convnet, transformer)
     result = compress(model, TRAIN, VAL, settings(name, target__max_drop=100.0))
     assert result.choice is not None
-    assert len(result.states) == 3
+    assert len(result.states) == len(result.rounds)
     smallest = min(result.states, key=lambda state: len(state.content))
     chosen = next(state for state in result.states if state.round == result.choice.round)
     assert len(chosen.content) <= 1.01 * len(smallest.content)
-    if not result.config.finish.polish_epochs and not result.config.finish.reestimate_batchnorm:
+    if not result.config.finish.polish_epochs and not result.config.finish.reestimate_epochs:
         assert chosen.scores is not None
         assert result.after == chosen.scores
 
@@ -185,9 +183,9 @@ def test_what_is_scored_is_what_is_saved(name: str, convnet: nn.Module, transfor
     """The network in training, once its weights are in place, computes what its file does."""
     model = network(name, convnet, transformer)
     config = settings(name, posterior__init="powers")  # for which no loss is asked
-    net = methods.of(config)(model, config)
-    net.begin(look_with(lambda module: module(TRAIN[0][0])))
-    net.between(3, 1.0)
+    net = method(name, model, config)
+    net.start(DataProbe(lambda module: module(TRAIN[0][0]), loss=lambda: math.nan))
+    net.fix(1.0)
     small = net.finish().apply_to(copy.deepcopy(model)).eval()
     net.eval()
     with torch.no_grad():
@@ -201,7 +199,7 @@ def test_a_quantised_layer_has_no_more_values_than_its_bits_allow(
     name: str, bits: int, convnet: nn.Module, transformer: nn.Module
 ) -> None:
     model = network(name, convnet, transformer)
-    config = settings(name, quantiser__bits=bits, quantiser__include_ends=True, schedule__epochs=1.0)
+    config = settings(name, options__bits=bits, options__include_ends=True, epochs=1.0)
     compressed = compress(model, TRAIN, config=config).compressed
     assert max(book.numel() for book in compressed.codebooks) <= 2**bits
 
@@ -212,9 +210,9 @@ def test_first_and_last_layer_have_eight_bits_unless_they_are_included(
 ) -> None:
     model = network(name, convnet, transformer)
     for ends, limit in ((False, 256), (True, 4)):
-        config = settings(name, quantiser__bits=2, quantiser__include_ends=ends)
-        net = methods.of(config)(model, config)
-        net.between(3, 1.0)
+        config = settings(name, options__bits=2, options__include_ends=ends)
+        net = METHODS[config.method](model, config)
+        net.fix(1.0)
         compressed = net.finish()
         for entry, division in zip(compressed.layout.entries, compressed.divisions, strict=True):
             longest = max(compressed.codebooks[book].numel() for book in division.codebooks)
@@ -229,7 +227,7 @@ def test_a_run_with_quantised_activations_is_in_its_file_whole(
     name: str, convnet: nn.Module, transformer: nn.Module, tmp_path: Path
 ) -> None:
     model = network(name, convnet, transformer)
-    result = compress(model, TRAIN, VAL, settings(name, quantiser__activation_bits=4))
+    result = compress(model, TRAIN, VAL, settings(name, options__activation_bits=4))
     assert result.before is not None
     assert result.after is not None
     assert result.after.metric >= result.before.metric - 0.1
@@ -256,7 +254,7 @@ def test_a_run_with_quantised_activations_is_in_its_file_whole(
 
 
 def test_quantised_activations_are_not_exported_to_onnx(convnet: nn.Module, tmp_path: Path) -> None:
-    config = settings("lsq", quantiser__activation_bits=4, schedule__epochs=1.0)
+    config = settings("lsq", options__activation_bits=4, epochs=1.0)
     compressed = compress(convnet, TRAIN, config=config).compressed
     with pytest.raises(pwfn.PwfnError, match="quantised or rectified activations, which are not written"):
         to_onnx(compressed, convnet, VAL[0][0], tmp_path / "model.onnx")
@@ -264,7 +262,7 @@ def test_quantised_activations_are_not_exported_to_onnx(convnet: nn.Module, tmp_
 
 
 def test_a_model_that_does_not_fit_is_left_as_it_was(convnet: nn.Module) -> None:
-    config = settings("lsq", quantiser__activation_bits=4, schedule__epochs=1.0)
+    config = settings("lsq", options__activation_bits=4, epochs=1.0)
     compressed = compress(convnet, TRAIN, config=config).compressed
     other = Convnet()
     other.head = nn.Linear(8, 5)
@@ -290,9 +288,9 @@ CODEBOOKS = {
 
 @pytest.mark.parametrize(("name", "wanted"), CODEBOOKS)
 def test_what_has_a_codebook_of_its_own(name: str, wanted: str, convnet: nn.Module) -> None:
-    config = settings(name, quantiser__codebooks=wanted)
-    net = methods.of(config)(convnet, config)
-    net.between(3, 1.0)
+    config = settings(name) if name in ROUNDS else settings(name, options__codebooks=wanted)
+    net = METHODS[config.method](convnet, config)
+    net.fix(1.0)
     compressed = net.finish()
     entries = compressed.layout.entries
     channels = sum(entry.shape[0] for entry in entries)
@@ -302,7 +300,7 @@ def test_what_has_a_codebook_of_its_own(name: str, wanted: str, convnet: nn.Modu
 
 def test_lsq_plus_has_a_step_for_each_channel_of_a_transformer(transformer: nn.Module) -> None:
     config = settings("lsq+")
-    compressed = methods.of(config)(transformer, config).rounded().finish()
+    compressed = METHODS[config.method](transformer, config).rounded().finish()
     assert len(compressed.codebooks) == sum(entry.shape[0] for entry in compressed.layout.entries)
 
 
@@ -310,23 +308,23 @@ def test_lsq_plus_has_a_step_for_each_channel_of_a_transformer(transformer: nn.M
 def test_codebooks_that_a_method_does_not_have_are_refused(
     name: str, wanted: str, convnet: nn.Module
 ) -> None:
-    config = settings(name, quantiser__codebooks=wanted)
-    with pytest.raises(ConfigError, match=f'^quantiser.codebooks is "{wanted}": {name} can have "'):
-        methods.of(config)(convnet, config)
+    config = settings(name, options__codebooks=wanted)
+    with pytest.raises(ConfigError, match=f'^options.codebooks is "{wanted}": {name} can have "'):
+        METHODS[config.method](convnet, config)
 
 
 def test_biases_are_left_as_they_are_by_the_quantisers_alone(convnet: nn.Module) -> None:
     for name in NAMES:
-        if name == MethodName.QVIT:
+        if name == "q-vit":
             continue
-        net = methods.of(settings(name))(convnet, settings(name))
+        net = method(name, convnet)
         kept = {item.name for item in net.layout.left_out}
         assert ("head.bias" in kept) == (name in ("lsq", "lsq+", "apot", "kmeans"))
 
 
 def test_kmeans_starts_from_each_layers_own_clusters_and_training_moves_them(convnet: nn.Module) -> None:
-    config = settings("kmeans", quantiser__bits=3)
-    net = methods.of(config)(convnet, config)
+    config = settings("kmeans", options__bits=3)
+    net = METHODS[config.method](convnet, config)
     books = net.rounded().finish().codebooks
     original = net.layout.pieces(net.layout.gather(convnet))
     for book, piece in zip(books, original, strict=True):
@@ -339,14 +337,14 @@ def test_kmeans_starts_from_each_layers_own_clusters_and_training_moves_them(con
 
 
 def test_wfns_pull_is_a_set_share_of_the_loss_once_there_are_centres(convnet: nn.Module) -> None:
-    config = settings("wfn", wfn__ratio=0.25)
-    net = methods.of(config)(convnet, config)
+    config = settings("wfn", options__ratio=0.25)
+    net = METHODS[config.method](convnet, config)
     loss = torch.tensor(0.8)
-    before = net.term(loss)
+    before = net.loss_term(loss)
     assert before is not None
     assert before.item() == 0
-    net.between(1, 0.5)
-    term = net.term(loss)
+    net.fix(0.5)
+    term = net.loss_term(loss)
     assert term is not None
     assert term.item() == pytest.approx(0.25 * 0.8, rel=1e-5)
     term.backward()
@@ -355,15 +353,15 @@ def test_wfns_pull_is_a_set_share_of_the_loss_once_there_are_centres(convnet: nn
     assert gradient is not None
     assert bool((gradient[fixed] == 0).all())
     assert bool(gradient.any())
-    net.between(2, 1.0)
-    assert net.term(loss) is None
+    net.fix(1.0)
+    assert net.loss_term(loss) is None
 
 
 def test_wfn_moves_a_weight_by_no_more_than_its_clusters_mean_allows(convnet: nn.Module) -> None:
-    config = settings("wfn", wfn__delta=0.05)
-    net = methods.of(config)(convnet, config)
+    config = settings("wfn", options__delta=0.05)
+    net = METHODS[config.method](convnet, config)
     before = net.layout.gather(convnet)
-    record = net.between(1, 0.6).record
+    record = net.fix(0.6)
     fixed, after = net.get_buffer("fixed"), net.get_buffer("fixed_weight")
     assert record.fixed == int(fixed.sum()) == math.ceil(0.6 * net.layout.size)
     for step in record.steps:
@@ -376,25 +374,14 @@ def test_wfn_moves_a_weight_by_no_more_than_its_clusters_mean_allows(convnet: nn
 
 def test_a_method_that_is_not_done_says_so(convnet: nn.Module, transformer: nn.Module) -> None:
     for name in ("pwfn", "wfn", "lsq", "apot", "q-vit"):
-        net = methods.of(settings(name))(network(name, convnet, transformer), settings(name))
+        net = method(name, network(name, convnet, transformer))
         with pytest.raises(WeightError, match="still"):
             net.finish()
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_state_of_another_network_is_not_adopted(
-    name: str, convnet: nn.Module, transformer: nn.Module
-) -> None:
-    net = methods.of(settings(name))(network(name, convnet, transformer), settings(name))
-    other = nn.Linear(3, 2)
-    layout = Layout.of(other)
-    with pytest.raises(pwfn.LayoutError, match="of another model"):
-        net.adopt(Compressed.of(layout, layout.gather(other), None, {}))
-
-
 def test_the_learning_rate_falls_along_half_a_cosine_over_the_whole_run(convnet: nn.Module) -> None:
     rates: list[float] = []
-    config = settings("lsq", schedule__epochs=2.0, training__learning_rate=0.1)
+    config = settings("lsq", epochs=2.0, training__learning_rate=0.1)
     compress(convnet, TRAIN, config=config, on_step=lambda now: rates.append(now.learning_rate))
     assert rates[0] <= 0.1
     assert rates == sorted(rates, reverse=True)
@@ -402,50 +389,10 @@ def test_the_learning_rate_falls_along_half_a_cosine_over_the_whole_run(convnet:
     assert rates[-1] == pytest.approx(last)
 
 
-def test_the_learning_rate_falls_over_each_round_of_a_method_with_rounds(convnet: nn.Module) -> None:
-    seen: dict[str, float] = {}
-    config = settings(
-        "pwfn", training__decay="cosine", training__learning_rate=0.1, finish__polish_epochs=0.0
-    )
-    for fused in (True, False):
-        seen.clear()
-        chosen = config.override({"training.fused": fused})
-        compress(
-            convnet, TRAIN, config=chosen, on_step=lambda now: seen.update({now.stage: now.learning_rate})
-        )
-        last = 0.1 * (1 + math.cos(math.pi * 9 / 10)) / 2
-        assert seen["round 2 of 3"] == pytest.approx(last)
-        assert seen["round 3 of 3"] == pytest.approx(last)
-
-
-def test_the_optimiser_lives_through_all_epochs_of_a_method_without_rounds(convnet: nn.Module) -> None:
-    """With momentum, three epochs are not three times one epoch with fresh state."""
-    config = settings("lsq", training__decay="none")
-    whole = compress(convnet, TRAIN * 3, config=config.override({"schedule.epochs": 1.0}))
-    parts = compress(convnet, TRAIN, config=config)
-    assert torch.equal(whole.compressed.values(), parts.compressed.values())
-
-
-def test_a_run_gone_on_with_at_another_learning_rate_has_that(convnet: nn.Module) -> None:
-    config, rates = settings("lsq", training__decay="none"), list[float]()
-
-    def stop(progress: pwfn.Progress) -> None:
-        raise StopError
-
-    with pytest.raises(StopError) as caught:
-        compress(convnet, TRAIN, config=config, on_round=stop)
-    lower = config.override({"training.learning_rate": 1e-5})
-    progress: pwfn.Progress = caught.value.progress  # type: ignore[attr-defined]  # every error has it
-    compress(
-        convnet, TRAIN, config=lower, resume=progress, on_step=lambda now: rates.append(now.learning_rate)
-    )
-    assert set(rates) == {1e-5}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_line_has_every_method(name: str, call: Call, tmp_path: Path) -> None:
     model, data = "digits_resnet", "digits"
-    if name == MethodName.QVIT:
+    if name == "q-vit":
         file = tmp_path / "net.py"
         file.write_text(
             "import torch\n"
@@ -469,8 +416,8 @@ def test_the_command_line_has_every_method(name: str, call: Call, tmp_path: Path
         "--device",
         "cpu",
     )
-    small = ("--set", "schedule.epochs=1", "--set", "training.steps_per_epoch=2")
-    rounds = ("--set", "schedule.fractions=[0.5, 1.0]", "--set", "schedule.epochs_per_round=0.5")
+    small = ("--set", "training.steps_per_epoch=2")
+    rounds = ("--set", "schedule.fractions=[0.5, 1.0]", "--set", "schedule.epochs_per_round=[0.5, 0.5]")
     run = ("compress", *common, *small, *rounds, "--out", str(tmp_path / "run"), "--json")
     status, out, err = call(*run)
     assert (status, err) == (0, "")
@@ -490,66 +437,72 @@ def test_the_command_line_has_every_method(name: str, call: Call, tmp_path: Path
 
 def test_a_method_by_a_wrong_name_gets_a_suggestion(call: Call, tmp_path: Path) -> None:
     run = ("compress", "--model", "digits_resnet", "--data", "digits", "--out", str(tmp_path / "run"))
-    assert call(*run, "--method", "qvit") == (
-        2,
-        "",
-        "pwfn: method 'qvit' is unknown: did you mean 'q-vit'?\n",
-    )
+    status, out, err = call(*run, "--method", "qvit")
+    assert (status, out) == (2, "")
+    assert "did you mean 'q-vit'?" in err
     assert not (tmp_path / "run").exists()
 
 
-# The shape of the package
+# A method of one's own
+
+ROUNDING = """
+from torch import nn
+from pwfn.bayes.method import Method
+from pwfn.file.compressed import Compressed
+from pwfn.fixing.record import FixRecord
+from pwfn.layout import untouched
 
 
-ORDER = (
-    *(
-        "layout_of",
-        "plan",
-        "__init__",
-        "quantiser",
-        "attached",
-        "begin",
-        "rehearse",
-        "views",
-        "forward",
-        "term",
-    ),
-    *("penalty", "between", "rounded", "adopt", "finish", "divided", "compared", "optimizer"),
-    *("get_extra_state", "set_extra_state"),
+class Rounding(Method):
+    defaults = {"schedule.fractions": (1.0,), "schedule.epochs_per_round": (1.0,)}
+
+    def __init__(self, model, config):
+        super().__init__(model, config)
+        self.weight = nn.Parameter(self.layout.gather(model))
+
+    def weights(self):
+        return self.layout.views(self.weight)
+
+    def fix(self, fraction):
+        self.weight.data.mul_(16).round_().div_(16)
+        return FixRecord(fraction, self.layout.size)
+
+    def finish(self):
+        return Compressed.of(self.layout, self.weight.detach(), None, untouched(self.model, self.layout))
+"""
+
+
+def test_a_method_of_ones_own_works_by_name(convnet: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "rounding.py").write_text(ROUNDING)
+    name = find(f"python:{tmp_path}/rounding.py:Rounding")
+    result = compress(convnet, TRAIN, VAL, Config.preset("recommended", name))
+    assert torch.equal(result.compressed.codebook * 16, (result.compressed.codebook * 16).round())
+    assert result.after is not None
+    assert result.after.metric > 0.8
+    assert result.compressed.record["method"] == name
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "words"),
+    [
+        (ROUNDING, "missing.py:Rounding", "no such Python file"),
+        (ROUNDING, "mine.py:Rounded", "no class Rounded"),
+        (ROUNDING, "mine.py:nn", "no class nn"),
+        ("import nothing_of_that_name", "mine.py:Rounding", "cannot be imported"),
+        (ROUNDING, "Rounding", "no such Python file"),
+    ],
 )
-"""In which the files of the package define what the protocol names."""
-
-FILES = sorted(path for path in (ROOT / "methods").glob("*.py") if path.name != "__init__.py")
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_defines_the_same_things_in_the_same_order(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    names = [
-        node.name
-        for node in classes[-1 if path.stem == "protocol" else 0].body
-        if isinstance(node, ast.FunctionDef)
-    ]
-    known = [name for name in names if name in ORDER]
-    assert known == sorted(known, key=ORDER.index)
+def test_a_method_that_is_none_is_refused(content: str, place: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        find(f"python:{tmp_path}/{place}")
 
 
-def test_every_name_has_its_class_and_the_run_knows_none_of_them() -> None:
-    classes = {methods.of(Config(method=name)) for name in NAMES}
-    assert len(classes) == len(NAMES)
-    assert all(issubclass(each, Method) for each in classes)
-    for module in ("rounds", "training", "pipeline", "runs", "dryrun", "checkpoint", "keeping"):
-        text = (ROOT / f"{module}.py").read_text(encoding="utf-8")
-        assert not [
-            each.__name__ for each in classes if f"{each.__name__}(" in text or f"{each.__name__})" in text
-        ]
-        assert "MethodName" not in text
-
-
-def test_what_every_method_tells_of_itself_is_plain() -> None:
-    for stretch in (s for name in NAMES for s in methods.of(settings(name)).plan(settings(name))):
-        assert stretch.epochs >= 0
-        assert 0 < stretch.fraction <= 1
-    fields = {item.name for item in dataclasses.fields(methods.Between)}
-    assert fields == {"record", "fixed", "sigma_quartiles"}
+def test_options_that_a_method_does_not_have_are_refused(convnet: nn.Module) -> None:
+    for name, options, words in (
+        ("lsq", {"bit": 3}, "did you mean 'bits'"),
+        ("lsq", {"bits": 9}, "options.bits is 9: allowed is"),
+        ("pwfn", {"bits": 3}, "pwfn has no options"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            METHODS[name](convnet, Config(method=name, options=options))
