@@ -31,6 +31,7 @@ from pwfn.bayes.train import (
     steps_in,
 )
 from pwfn.config import Config, Decay, Precision
+from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError, DataError
 from pwfn.evaluate import trace as observed
 from pwfn.evaluate.entropy import Pool
@@ -42,7 +43,6 @@ from pwfn.lab import baselines as methods
 from pwfn.lab.baselines import Method
 from pwfn.lab.pretrain import augmentation_batches as augmentation
 from pwfn.progress import Keep, Progress, Round, StepEvent
-from pwfn.zoo.data.epochs import seed_from
 
 
 class Run:

@@ -15,8 +15,8 @@ from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.objective import Objective, autocast, evaluating
 from pwfn.bayes.train import diagonal_fisher
 from pwfn.config import Config
+from pwfn.config.seeds import seed_from
 from pwfn.lab.baselines import Look, Method
-from pwfn.zoo.data.epochs import seed_from
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, cause
 from pwfn.zoo import data
 from pwfn.zoo.data import Data, DataOptions, Epochs, Loader, TensorLoader
-from pwfn.zoo.data.epochs import seed_from
 
 _GREY = 1  # channels
 _LARGEST = 255

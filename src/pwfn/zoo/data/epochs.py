@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
@@ -12,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from pwfn.config.seeds import generator_from
 from pwfn.errors import DataError
 
 
@@ -100,21 +100,6 @@ def as_epochs(loader: Any, rank: int = 0, world: int = 1, *, exact: bool = False
     if not isinstance(loader, Iterable):
         raise DataError(f"a loader is a {type(loader).__name__}: allowed is an iterable of batches")
     return Repeated(loader, rank, world, exact)
-
-
-def seed_from(*parts: int | str) -> int:
-    """A seed of 63 bits from several numbers and words; near ones give unrelated seeds.
-
-    >>> seed_from("order", 0, 1) == seed_from("order", 0, 1), seed_from("order", 1, 0)
-    (True, 8101147296903225349)
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def generator_from(*parts: int | str) -> torch.Generator:
-    """A generator on the CPU, so that what it draws is the same for every device."""
-    return torch.Generator().manual_seed(seed_from(*parts))
 
 
 def epoch_order(count: int, seed: int, number: int, *, shuffle: bool) -> Tensor:

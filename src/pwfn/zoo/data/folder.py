@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, cause
 from pwfn.zoo.data.described import Data, DataOptions, fingerprint
-from pwfn.zoo.data.epochs import Loader, epoch_order, seed_from, shares
+from pwfn.zoo.data.epochs import Loader, epoch_order, shares
 from pwfn.zoo.data.tensors import Normaliser
 
 _EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pwfn.config.seeds import generator_from
 from pwfn.errors import DataError
-from pwfn.zoo.data.epochs import Loader, check_share, epoch_order, generator_from, shares
+from pwfn.zoo.data.epochs import Loader, check_share, epoch_order, shares
 
 
 class Normaliser:
