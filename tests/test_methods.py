@@ -25,8 +25,8 @@ from pwfn.lab import baselines as methods
 from pwfn.lab.baselines import Method
 from pwfn.lab.baselines.wfn_rounds import relative_distance
 from pwfn.run.checkpoint import Store
-from pwfn.zoo.data.epochs import Repeated
-from pwfn.zoo.models.vit import VisionTransformer
+from pwfn.zoo.data import Repeated
+from pwfn.zoo.models import VisionTransformer
 
 ROOT = Path(pwfn.__file__).parent
 NAMES = list(MethodName)
@@ -449,7 +449,7 @@ def test_the_command_line_has_every_method(name: str, call: Call, tmp_path: Path
         file = tmp_path / "net.py"
         file.write_text(
             "import torch\n"
-            "from pwfn.zoo.models.vit import VisionTransformer\n"
+            "from pwfn.zoo.models import VisionTransformer\n"
             "def make():\n"
             "    return VisionTransformer(image_size=8, patch=2, width=12, depth=1, heads=3)\n"
             "def data():\n"

@@ -23,7 +23,7 @@ from pwfn import Config, DataError, DivergedError, Progress, PwfnError, Result, 
 from pwfn.bayes.randomness import seeded
 from pwfn.errors import ConfigError
 from pwfn.fixing.candidates import order
-from pwfn.zoo.data.epochs import Repeated
+from pwfn.zoo.data import Repeated
 
 CPU = torch.device("cpu")
 Batches = list[tuple[Tensor, Tensor]]
