@@ -578,11 +578,11 @@ def test_sigma_settles_where_the_two_gradients_balance() -> None:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
+    from pwfn.zoo import data
 
-    data = load_digits()
-    images = torch.tensor(data.data, dtype=torch.float32).view(-1, 1, 8, 8)
-    return (images - images.mean()) / images.std(), torch.tensor(data.target)
+    train, test = data.digits()
+    images = torch.cat((train.images, test.images))
+    return (images - images.mean()) / images.std(), torch.cat((train.targets, test.targets))
 
 
 def test_sigma_collapses_without_the_regulariser_and_grows_with_it() -> None:
