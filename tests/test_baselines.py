@@ -23,8 +23,8 @@ from pwfn.lab.baselines import find
 from pwfn.lab.baselines.wfn_rounds import relative_distance
 from pwfn.progress import Progress
 from pwfn.run.checkpoint import Store
-from pwfn.zoo.data.epochs import Repeated
-from pwfn.zoo.models.vit import VisionTransformer
+from pwfn.zoo.data import Repeated
+from pwfn.zoo.models import VisionTransformer
 
 NAMES = list(METHODS)
 TRAINED = [name for name in NAMES if name != "baseline"]
@@ -396,7 +396,7 @@ def test_the_command_line_has_every_method(name: str, call: Call, tmp_path: Path
         file = tmp_path / "net.py"
         file.write_text(
             "import torch\n"
-            "from pwfn.zoo.models.vit import VisionTransformer\n"
+            "from pwfn.zoo.models import VisionTransformer\n"
             "def make():\n"
             "    return VisionTransformer(image_size=8, patch=2, width=12, depth=1, heads=3)\n"
             "def data():\n"

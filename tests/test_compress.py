@@ -26,7 +26,7 @@ from pwfn.errors import ConfigError
 from pwfn.file.format import dumps
 from pwfn.fixing.candidates import order
 from pwfn.progress import Progress
-from pwfn.zoo.data.epochs import Repeated
+from pwfn.zoo.data import Repeated
 
 CPU = torch.device("cpu")
 Batches = list[tuple[Tensor, Tensor]]

@@ -22,7 +22,7 @@ from pwfn.export.onnx import to_onnx
 from pwfn.file.format import dumps
 from pwfn.rounds import Run
 from pwfn.run.checkpoint import Store
-from pwfn.zoo.data.epochs import Repeated
+from pwfn.zoo.data import Repeated
 
 CONVOLUTIONS: dict[int, tuple[type, type]] = {
     1: (nn.Conv1d, nn.BatchNorm1d),

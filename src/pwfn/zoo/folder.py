@@ -1,4 +1,4 @@
-"""Folders of images in ImageNet's layout, ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``."""
+"""Image folders in ImageNet's layout: ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, cause
-from pwfn.zoo.data.described import Data, DataOptions, fingerprint
-from pwfn.zoo.data.epochs import Loader, epoch_order, seed_from, shares
-from pwfn.zoo.data.tensors import Normaliser
+from pwfn.zoo.arrays import Normaliser
+from pwfn.zoo.dataset import Data, DataOptions, fingerprint
+from pwfn.zoo.epochs import Epochs, epoch_order, shares
+from pwfn.zoo.models import ready_torchvision
 
 _EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"))
-_SAMPLED_FILES = 16  # whose bytes go into the fingerprint, of each split
+_SAMPLED_FILES = 16  # of each split, whose bytes go into the fingerprint
 _LAYOUT = "the layout is train/<class>/*.JPEG and val/<class>/*.JPEG"
 _IMAGENET_SIZE = 224
 
 
 @dataclass(frozen=True)
 class Images:
-    """Files below a folder, with the number of the class of each."""
+    """Image files in a folder, and the class number of each."""
 
     folder: Path
-    names: np.ndarray  # bytes, below the folder: a million Python strings would be copied into each worker
+    names: np.ndarray  # bytes, relative to the folder: a million strings would be copied into each worker
     labels: np.ndarray
 
     def path(self, index: int) -> Path:
@@ -42,11 +43,11 @@ class Images:
         return self.folder / os.fsdecode(bytes(self.names[index]))
 
     def chosen(self, indices: np.ndarray) -> Images:
-        """Some of them."""
+        """Some of the images."""
         return Images(self.folder, self.names[indices], self.labels[indices])
 
     def facts(self) -> Iterator[Any]:
-        """What tells these images from others: names, labels, and the content of a few files."""
+        """What identifies the images: names, labels, and the content of a few files."""
         yield from (b"\n".join(self.names.tolist()), self.labels)
         for index in np.unique(np.linspace(0, len(self.names) - 1, _SAMPLED_FILES).astype(int)):
             try:
@@ -55,18 +56,19 @@ class Images:
                 raise DataError(f"{self.path(int(index))}: cannot be read: {cause(error)}") from error
 
 
-def open_folder(name: str, directory: str, options: DataOptions) -> Data:
-    """Training and test images of a folder; the training classes, sorted, are numbered from 0."""
+def open_folder(spec: str, directory: str, options: DataOptions) -> Data:
+    """The data set in a folder; classes are numbered from 0 in the order of their names."""
     root = Path(directory).expanduser()
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder")
     if len(options.mean) not in (0, 3):
         raise DataError(
-            f"{root}: images are read in 3 channels, mean and std have {len(options.mean)} numbers"
+            f"{root}: images are read in 3 channels, mean and std have {len(options.mean)} numbers: use a "
+            "model for images of 3 channels"
         )
     class_names = _class_names(root / "train")
     train = _scan(root / "train", class_names, class_names)
-    kept, held = options.divide(name, len(train.names))
+    kept, held = options.divide(spec, len(train.names))
     if held is None:
         present = _class_names(root / "val")
         if unknown := sorted(set(present) - set(class_names)):
@@ -75,10 +77,10 @@ def open_folder(name: str, directory: str, options: DataOptions) -> Data:
     else:
         test = train.chosen(held)
     train = train.chosen(kept)
-    options.check_divisible(name, len(train.names), len(test.names))
+    options.check_divisible(spec, len(train.names), len(test.names))
     size = options.image_size or _IMAGENET_SIZE
     return Data(
-        name=name,
+        name=spec,
         train=ImageLoader(train, options, train=True),
         test=ImageLoader(test, options, train=False),
         classes=len(class_names),
@@ -100,7 +102,6 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 
 
 def _scan(folder: Path, present: tuple[str, ...], class_names: tuple[str, ...]) -> Images:
-    number = {name: index for index, name in enumerate(class_names)}
     names: list[bytes] = []
     labels: list[int] = []
     for class_name in present:
@@ -113,15 +114,15 @@ def _scan(folder: Path, present: tuple[str, ...], class_names: tuple[str, ...]) 
         if not found:
             raise DataError(f"{folder / class_name}: this class folder has no images")
         names += map(os.fsencode, found)
-        labels += [number[class_name]] * len(found)
+        labels += [class_names.index(class_name)] * len(found)
     return Images(folder, np.array(names), np.array(labels, dtype=np.int64))
 
 
-class ImageLoader(Loader):
-    """Batches of images read by worker processes, prepared there, normalised on the device.
+class ImageLoader(Epochs):
+    """Batches of images that worker processes read and crop; they are normalised on the device.
 
-    What is random about an image comes from (seed, epoch, its number) alone: how many workers
-    there are and which of them reads it makes no difference.
+    The random crop and flip of an image depend on (seed, epoch, its number) only, not on the number of
+    workers or on which of them reads it.
     """
 
     def __init__(self, images: Images, options: DataOptions, *, train: bool) -> None:
@@ -134,38 +135,38 @@ class ImageLoader(Loader):
         return len(self._shares)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of epoch ``number``, from batch ``start`` on; those before are not read."""
+        """The batches of epoch ``number``, beginning with batch ``start``; earlier ones are not read."""
         options, device = self.options, torch.device(self.options.device)
         order = epoch_order(len(self.images.names), options.seed, number, shuffle=self.train).numpy()
         batches = [order[share] for share in self._shares[start:]]
         if not batches:
             return
-        _transform(options, self.train)  # torchvision is imported once, not in every worker
+        _transform(options, self.train)  # imports torchvision here, once, and not in every worker
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of more workers than processors: the user chose them
+            warnings.simplefilter("ignore")  # about more workers than processors: the user chose the number
             loader = DataLoader(
                 _Epoch(self.images, options, self.train, number),
-                batch_sampler=batches,  # type: ignore[arg-type]  # lists of positions will do
+                batch_sampler=batches,  # type: ignore[arg-type]  # a list of arrays works
                 num_workers=min(options.workers, len(batches)),
                 collate_fn=_collate,
                 pin_memory=device.type == "cuda",
-                worker_init_fn=_begin_worker,
-                generator=torch.Generator(),  # else every epoch would draw from torch's global state
+                worker_init_fn=_ignore_interrupts,
+                generator=torch.Generator(),  # otherwise every epoch draws from torch's global generator
             )
             reader = iter(loader)
         try:
             for batch in reader:
-                if isinstance(batch, str):  # an error that crossed from a worker would bring its traceback
+                if isinstance(batch, str):  # an exception from a worker would carry its traceback
                     raise DataError(batch)
                 images, targets = (part.to(device, non_blocking=True) for part in batch)
                 yield self._normalise(images), targets
         finally:
-            del reader  # ends the workers now, though an error may keep this frame for long
+            del reader  # ends the workers now, even if an exception keeps this frame alive
 
 
 @dataclass(frozen=True)
 class _Epoch(Dataset[Any]):
-    """The images of one epoch by their number; a file that cannot be read gives a sentence."""
+    """The images of one epoch by number; for a file that cannot be read, an error message."""
 
     images: Images
     options: DataOptions
@@ -181,9 +182,11 @@ class _Epoch(Dataset[Any]):
         transform = _transform(self.options, self.train)
         try:
             image = _read(path)
-        except Exception as error:  # PIL's decoders raise many kinds
+        except Exception as error:  # PIL's decoders raise many types
             return f"{path}: cannot be read as an image: {cause(error)}"
-        with _drawing_from(seed_from("image", self.options.seed, self.number, index)):
+        with torch.random.fork_rng(devices=()):
+            # torchvision draws from this generator; torch.manual_seed would also seed the GPUs.
+            torch.default_generator.manual_seed(seed_from("image", self.options.seed, self.number, index))
             return transform(image), int(self.images.labels[index])
 
 
@@ -191,16 +194,14 @@ def _read(path: Path) -> Any:
     from PIL import Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of odd metadata, which some of ImageNet's files have
+        warnings.simplefilter("ignore")  # about unusual metadata, which some files of ImageNet have
         with path.open("rb") as file, Image.open(file) as image:
             return image.convert("RGB")
 
 
 @functools.lru_cache(maxsize=8)
 def _transform(options: DataOptions, train: bool) -> Callable[[Any], Tensor]:
-    """Random crop and flip for training, resized centre crop for testing; made in each worker."""
-    from pwfn.zoo.models import ready_torchvision
-
+    """Random crop and flip for training, resize and centre crop for testing."""
     ready_torchvision()
     try:
         import PIL.Image  # noqa: F401
@@ -219,27 +220,10 @@ def _transform(options: DataOptions, train: bool) -> Callable[[Any], Tensor]:
     return chain
 
 
-@contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
-    """torchvision draws from torch's global generator of the CPU: within the block it has this seed."""
-    generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
+def _collate(examples: list[tuple[Tensor, int] | str]) -> list[Tensor] | str:
+    return next((error for error in examples if isinstance(error, str)), None) or default_collate(examples)
 
 
-def _collate(examples: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor] | str:
-    good = []
-    for example in examples:
-        if isinstance(example, str):
-            return example
-        good.append(example)
-    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good])
-
-
-def _begin_worker(_: int) -> None:
-    """Ctrl-C reaches every process of a terminal: the run's own answers it, and ends its workers."""
+def _ignore_interrupts(_: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the main process handles it and ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

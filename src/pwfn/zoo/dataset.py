@@ -1,4 +1,4 @@
-"""What a source is asked for, and what it gives: the data with the facts that identify them."""
+"""What a data source is asked for, and what it returns."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import numpy as np
 import torch
 
 from pwfn.errors import DataError
-from pwfn.zoo.data.epochs import Epochs, check_share
+from pwfn.zoo.epochs import Epochs, check_share
 from pwfn.zoo.models import DataConfig
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
-_HASHED_BYTES = 2**28  # of an array; of a longer one every n-th row is looked at
+_HASHED_BYTES = 2**28  # of one array; only every n-th row of a larger one is hashed
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How images are prepared, batched and divided; the model's own data settings go in here.
+    """How images are prepared, batched and divided among processes.
 
     >>> DataOptions(batch_size=64, rank=1, world=2).batch_size
     64
     """
 
-    mean: tuple[float, ...] = ()  # per channel, of values in [0, 1]; none: left as they are
+    mean: tuple[float, ...] = ()  # per channel, of values in [0, 1]; empty: images are not normalised
     std: tuple[float, ...] = ()
-    image_size: int | None = None  # height and width the model needs; None: 224 for folders, else any
+    image_size: int | None = None  # height and width that the model needs; None: 224 for folders, else any
     interpolation: str = "bilinear"
     crop_pct: float = 0.875  # share of the resized test image that the centre crop keeps
-    augment: bool = True  # of training images; digits are never augmented
-    batch_size: int = 128  # of each process
-    test_batch_size: int | None = None  # None: batch_size for folders, 1,000 for data on the device
+    augment: bool = True  # training images; digits are never augmented
+    batch_size: int = 128  # per process
+    test_batch_size: int | None = None  # None: batch_size for folders, 1,000 for data in memory
     seed: int = 0
     device: torch.device | str = "cpu"
     rank: int = 0
     world: int = 1
-    workers: int = 4  # processes that read images; data in memory need none
-    limit: int | None = None  # train on the first n images of a fixed permutation only
-    holdout: int = 0  # the last n of that permutation are the test images, and are not trained on
+    workers: int = 4  # processes that read image files
+    limit: int | None = None  # train on the first n images of a fixed permutation
+    holdout: int = 0  # test on the last n images of that permutation, and do not train on them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", tuple(self.mean))
@@ -49,7 +49,9 @@ class DataOptions:
         if self.test_batch_size is not None:
             check_share(self.test_batch_size, self.rank, self.world)
         if len(self.mean) != len(self.std):
-            raise DataError(f"mean has {len(self.mean)} numbers and std {len(self.std)}: they go in pairs")
+            raise DataError(
+                f"mean has {len(self.mean)} numbers and std {len(self.std)}: give one of each per channel"
+            )
         if not all(value > 0 for value in self.std):
             raise DataError(f"std is {self.std}: allowed are numbers above 0")
         if self.interpolation not in INTERPOLATIONS:
@@ -57,28 +59,20 @@ class DataOptions:
             raise DataError(f"interpolation is {self.interpolation!r}: allowed is one of {known}")
         if not 0 < self.crop_pct <= 1:
             raise DataError(f"crop_pct is {self.crop_pct}: allowed is more than 0 and at most 1")
-        least = {"image_size": 1, "limit": 1, "holdout": 0, "workers": 0}
-        for name, low in least.items():
+        for name, least in {"image_size": 1, "limit": 1, "holdout": 0, "workers": 0}.items():
             value = getattr(self, name)
-            if value is not None and value < low:
-                raise DataError(f"{name} is {value}: allowed is a whole number of at least {low}")
+            if value is not None and value < least:
+                raise DataError(f"{name} is {value}: allowed is a whole number of at least {least}")
 
     @classmethod
     def prepared(cls, preparation: DataConfig, **options: Any) -> DataOptions:
-        """Options for the images of a network that is known how to prepare them for."""
-        return cls(
-            mean=preparation.mean,
-            std=preparation.std,
-            image_size=preparation.image_size,
-            interpolation=preparation.interpolation,
-            crop_pct=preparation.crop_pct,
-            **options,
-        )
+        """Options with the image preparation of a network; see :func:`pwfn.zoo.models.data_config`."""
+        return cls(**vars(preparation), **options)
 
     def divide(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The training images to train on, and those held out to test on (None: the source's own).
+        """The training images to train on, and those held out for testing (None: the source's test images).
 
-        The permutation depends on ``count`` alone, not on the seed: every run holds out the same.
+        The permutation depends only on ``count``: every seed holds out the same images.
 
         >>> DataOptions(holdout=2).divide("six", 6)
         (array([2, 3, 4, 5]), array([0, 1]))
@@ -94,32 +88,33 @@ class DataOptions:
         return np.sort(trained[: self.limit]), np.sort(held) if self.holdout else None
 
     def check_divisible(self, name: str, train: int, test: int) -> None:
-        """Every process needs an example of each split; all processes find out alike."""
+        """Refuse fewer images than processes."""
         for what, count in (("training", train), ("test", test)):
             if count < self.world:
-                raise DataError(f"{name}: {count} {what} images do not go round {self.world} processes")
+                raise DataError(
+                    f"{name}: there are {count} {what} images for {self.world} processes: use fewer processes"
+                )
 
 
 @dataclass(frozen=True)
 class Data:
-    """Data opened by name: loaders for training and testing, and what is known of them."""
+    """A data set: loaders for training and testing, and what is known about it."""
 
-    name: str  # as asked for
+    name: str  # as given to open_source
     train: Epochs
     test: Epochs
     classes: int | None  # None: not known
     image_shape: tuple[int, int, int] | None  # channels, height, width
-    fingerprint: str  # of the content, wherever it lies
-    train_size: int | None = None  # examples over all processes
+    fingerprint: str  # of the content, not of its path
+    train_size: int | None = None  # examples of all processes
     test_size: int | None = None
     class_names: tuple[str, ...] | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     def check_labels(self, classes: int, advice: str = "") -> None:
-        """Refuse labels that a model with this many classes cannot give; a label outside is named.
+        """Refuse labels outside 0 to ``classes - 1``; ``advice`` ends the sentence.
 
-        Nothing is checked where the labels are not known beforehand (``python:`` sources). The
-        advice, where there is any, ends the sentence.
+        The labels of ``python:`` sources are not known and not checked.
         """
         advice = f": {advice}" if advice else ""
         if self.class_names is not None and len(self.class_names) > classes:
@@ -137,7 +132,7 @@ class Data:
 
 
 def fingerprint(kind: str, parts: Iterable[Any]) -> str:
-    """16 hexadecimal digits that tell data apart: arrays by shape and content, the rest by text.
+    """16 hexadecimal digits that identify data: arrays by type, shape and content, the rest by its text.
 
     >>> fingerprint("npz", [np.zeros(3)]) == fingerprint("npz", [np.zeros(3)])
     True
