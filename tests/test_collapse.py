@@ -10,7 +10,7 @@ import collapse
 import pytest
 
 from pwfn.errors import FileError
-from pwfn.evaluate.trace import Histogram, Moment, Observed
+from pwfn.evaluate.trace import Histogram, Moment, Trace
 from pwfn.report.reading import read_run
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions
@@ -44,7 +44,7 @@ def _root(tmp_path: Path) -> Path:
 
 def _line(label: str, bins: dict[int, int], rate: float | str = "off") -> str:
     looks = [
-        Observed(Moment.BEFORE if number else Moment.START, number, 0.0, sigma=Histogram(at, (3,))).to_plain()
+        Trace(Moment.BEFORE if number else Moment.START, number, 0.0, sigma=Histogram(at, (3,))).to_plain()
         for number, at in bins.items()
     ]
     settings = {

@@ -16,7 +16,7 @@ from pwfn.config import Config
 from pwfn.errors import WeightError
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.targets import Choice, State
-from pwfn.evaluate.trace import Observed
+from pwfn.evaluate.trace import Trace
 from pwfn.fixing.fix_round import FixRecord
 
 
@@ -32,7 +32,7 @@ class Round:
     sigma_quartiles: tuple[float, float, float] | None  # of the weights that were free in training
     scores: Scores | None  # of the point estimate on the validation data
     seconds: float
-    observed: tuple[Observed, ...] = ()  # before and after the fixing
+    observed: tuple[Trace, ...] = ()  # before and after the fixing
 
     def to_dict(self) -> dict[str, Any]:
         """Its figures as plain values."""
@@ -91,10 +91,10 @@ class Progress:
     fitting: Fitting | None = None  # a stretch of training that was begun, if in the midst of one
     seconds: float = 0.0  # of work so far, in all the processes that went on with it
     optimizer: dict[str, Any] | None = None  # its state, if the next stretch goes on with it
-    start: Observed | None = None  # the network before any training
+    start: Trace | None = None  # the network before any training
 
     @property
-    def observed(self) -> list[Observed]:
+    def observed(self) -> list[Trace]:
         """All that was seen so far, in order."""
         start = [self.start] if self.start is not None else []
         return start + [seen for done in self.rounds for seen in done.observed]
