@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pwfn.errors import DataError
 from pwfn.evaluate import calibration as measures
-from pwfn.evaluate.calibration import Bin, RiskCoverage, at_limit, fit_temperature, tempered
+from pwfn.evaluate.calibration import Bin, at_limit, fit_temperature, tempered
 from pwfn.evaluate.ensemble import Predictions, Recalibrate, Score, ensemble, missing_probability, point
 from pwfn.file.compressed import Compressed
 
@@ -44,9 +44,9 @@ class Row:
     nll: float  # nats
     brier: float
     calibration_error: float
+    risk_coverage_area: float  # by the largest probability
     auroc: dict[str, dict[Score, float]]  # by name of the out-of-distribution data and score of uncertainty
     fpr95: dict[str, dict[Score, float]]
-    risk_coverage: RiskCoverage  # by the largest probability
     bins: tuple[Bin, ...]  # of the reliability diagram
     losses: Tensor  # -log p of each example's target
 
@@ -54,10 +54,9 @@ class Row:
         return f"Row({self.rival.value!r}, accuracy={self.accuracy:.4f}, nll={self.nll:.4f})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The measures for JSON, without bins and curve."""
-        names = ("temperature", "accuracy", "accuracy_all", "nll", "brier", "calibration_error", "auroc", "fpr95")
-        found = {name: getattr(self, name) for name in names}
-        return {"name": self.rival.value, **found, "risk_coverage_area": self.risk_coverage.area}
+        """The measures for JSON, without bins and losses."""
+        measured = [field.name for field in fields(self) if field.name not in ("rival", "bins", "losses")]
+        return {"name": self.rival.value, **{name: getattr(self, name) for name in measured}}
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ class Assessment:
 
     rows: tuple[Row, ...]
     comparisons: tuple[Comparison, ...]
-    doubt: dict[str, dict[str, float | None]]  # means of the ensemble's uncertainty, by name of the data
     examples: int
     calibration_examples: int
     split: str  # a sentence: which examples are scored, and which fit temperatures
@@ -102,12 +100,11 @@ class Assessment:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: every measure, the bins of the reliability diagrams, and the risk-coverage curves."""
-        plain = ("doubt", "examples", "calibration_examples", "split", "samples", "seed", "sigma_scale")
+        """For JSON: every measure, and the bins of the reliability diagrams."""
+        plain = ("examples", "calibration_examples", "split", "samples", "seed", "sigma_scale")
         return {
             "rows": [row.to_dict() for row in self.rows],
-            "reliability": {row.rival.value: [asdict(b) for b in row.bins] for row in self.rows},
-            "risk_coverage": {row.rival.value: row.risk_coverage.points() for row in self.rows},
+            "reliability": {row.rival.value: [b._asdict() for b in row.bins] for row in self.rows},
             "comparisons": [asdict(each) | {"verdict": each.verdict} for each in self.comparisons],
             **{name: getattr(self, name) for name in plain},
             "notes": list(self.notes),
@@ -120,7 +117,7 @@ class Assessment:
         for row in self.rows:
             figures = [f"{number:.4f}" for number in (row.nll, row.brier, row.calibration_error)]
             t = "" if row.temperature is None else f"{row.temperature:.3f}"
-            table.append([row.rival, f"{row.accuracy:.2%}", *figures, f"{row.risk_coverage.area:.5f}", t])
+            table.append([row.rival, f"{row.accuracy:.2%}", *figures, f"{row.risk_coverage_area:.5f}", t])
         found = [draws + self.split, "", *_aligned(table)]
         for name in self.rows[0].auroc:
             table = [[f"against {name}", *(f"{m} {_SHORT[s]}" for m in ("AUROC", "FPR95") for s in Score)]]
@@ -205,12 +202,9 @@ def assess(
             )
         rows.append(_row(rival, None, by_name, scored, list(ood or {})))
         rows.append(_row(scaled, temperature, by_name, scored, list(ood or {})))
-    drawn = found.get(Rival.ENSEMBLE, {})
-    called = {_TEST: "own data", **{_key(name): name for name in ood or {}}}
     return Assessment(
         rows=tuple(rows),
         comparisons=tuple(_comparisons(rows)),
-        doubt={called[key]: _doubt(own) for key, own in drawn.items() if key in called},
         examples=len(scored),
         calibration_examples=len(fitted),
         split=split,
@@ -287,6 +281,7 @@ def _row(
     own, targets = _scaled(whole.chosen(scored), temperature), whole.targets[scored]
     log_p, p = own.log_probabilities, own.probabilities
     bins, losses = measures.reliability(p, targets), measures.log_losses(log_p, targets)
+    risks = measures.risk_coverage(missing_probability(log_p), measures.wrong(p, targets))
     # Mutual information needs several draws, and is not defined for their scaled mean.
     has_information = own.samples > 1 and temperature is None
     scores = [score for score in Score if score is not Score.MUTUAL_INFORMATION or has_information]
@@ -306,9 +301,9 @@ def _row(
         nll=float(losses.mean()),
         brier=measures.brier_score(p, targets),
         calibration_error=measures.binned_error(bins),
+        risk_coverage_area=float(risks.mean()),
         auroc=detection(measures.auroc),
         fpr95=detection(measures.false_positive_rate),
-        risk_coverage=measures.risk_coverage(missing_probability(log_p), measures.wrong(p, targets)),
         bins=bins,
         losses=losses,
     )
@@ -330,14 +325,3 @@ def _comparisons(rows: Sequence[Row]) -> list[Comparison]:
             spread = float(difference.std(correction=1)) if n > 1 else 0.0
             compared.append(Comparison(row.rival, float(difference.mean()), spread / math.sqrt(n)))
     return compared
-
-
-def _doubt(found: Predictions) -> dict[str, float | None]:
-    """Means over all examples of a data set, in nats and shares."""
-    return {
-        "examples": len(found.checksums),
-        "predictive_entropy": float(found.predictive_entropy.mean()),
-        "mutual_information": float(found.mutual_information.mean()),
-        "disagreement": float(found.disagreement.mean()),
-        "accuracy_of_a_draw": None if found.draws_right is None else float(found.draws_right.mean()),
-    }

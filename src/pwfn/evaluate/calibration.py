@@ -7,7 +7,7 @@ not depend on the order of the examples. Log-likelihoods are in nats.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,13 +70,10 @@ def brier_score(probabilities: Tensor, targets: Tensor) -> float:
     return float((p.square().sum(1) - 2 * at_target + 1).mean())
 
 
-@dataclass(frozen=True)
-class Bin:
+class Bin(NamedTuple):
     """Examples of similar confidence: a point of a reliability diagram."""
 
     examples: int
-    low: float  # smallest confidence
-    high: float  # largest
     confidence: float  # mean of the largest probability
     accuracy: float
 
@@ -98,19 +95,10 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: int = BINS) -> tup
     n = len(confidence)
     ends = confidence.sort().values[[-(-b * n // bins) - 1 for b in range(1, bins)]]
     number = torch.searchsorted(ends, confidence)
-    found = []
-    for member in (number == b for b in number.unique()):
-        own = confidence[member]
-        found.append(
-            Bin(
-                len(own),
-                float(own.min()),
-                float(own.max()),
-                float(own.mean()),
-                float(right[member].double().mean()),
-            )
-        )
-    return tuple(found)
+    return tuple(
+        Bin(int(own.sum()), float(confidence[own].mean()), float(right[own].double().mean()))
+        for own in (number == b for b in number.unique())
+    )
 
 
 def calibration_error(probabilities: Tensor, targets: Tensor, bins: int = BINS) -> float:
@@ -129,35 +117,15 @@ def binned_error(bins: tuple[Bin, ...]) -> float:
     return math.fsum(b.examples / n * abs(b.accuracy - b.confidence) for b in bins)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class RiskCoverage:
-    """Error rate among the k most certain of n examples, for k = 1 … n."""
+def risk_coverage(uncertainty: Tensor, wrong: Tensor) -> Tensor:
+    """The risk at coverage ``k / n`` for k = 1 … n: errors among the k least uncertain examples, divided by k.
 
-    risk: Tensor
+    Examples of equal uncertainty have no order: the curve is the mean over all orders of them. Its mean is the
+    area under it (AURC): 0 is perfect; a random order gives the error rate.
 
-    def __repr__(self) -> str:
-        return f"RiskCoverage(examples={len(self.risk)}, area={self.area:.6g})"
-
-    @property
-    def area(self) -> float:
-        """``1/n sum_k risk(k / n)``: 0 is perfect; a random order gives the error rate."""
-        return float(self.risk.mean())
-
-    def points(self, count: int = 100) -> list[tuple[float, float]]:
-        """At most ``count`` pairs of coverage ``k / n`` and risk, evenly spaced, ending at full coverage."""
-        n = len(self.risk)
-        kept = sorted({-(-k * n // count) for k in range(1, count + 1)})
-        return [(k / n, float(self.risk[k - 1])) for k in kept]
-
-
-def risk_coverage(uncertainty: Tensor, wrong: Tensor) -> RiskCoverage:
-    """``risk(k / n)`` = errors among the k least uncertain examples, divided by k.
-
-    Examples of equal uncertainty have no order: the curve is the mean over all orders of them.
-
-    >>> risk_coverage(torch.tensor([0.1, 0.4, 0.2]), torch.tensor([False, True, False])).risk[-1].item()
+    >>> risk_coverage(torch.tensor([0.1, 0.4, 0.2]), torch.tensor([False, True, False]))[-1].item()
     0.3333333333333333
-    >>> risk_coverage(torch.tensor([1.0, 1.0]), torch.tensor([False, True])).risk.tolist()
+    >>> risk_coverage(torch.tensor([1.0, 1.0]), torch.tensor([False, True])).tolist()
     [0.5, 0.5]
     """
     _check_scores(uncertainty=uncertainty)
@@ -169,7 +137,7 @@ def risk_coverage(uncertainty: Tensor, wrong: Tensor) -> RiskCoverage:
     errors = torch.bincount(group, weights=wrong.double())
     # Each of a group of m examples with e errors counts as e / m of an error.
     found = torch.repeat_interleave(errors / sizes, sizes).cumsum(0)
-    return RiskCoverage(found / torch.arange(1, len(group) + 1, device=group.device))
+    return found / torch.arange(1, len(group) + 1, device=group.device)
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:

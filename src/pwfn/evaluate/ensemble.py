@@ -43,7 +43,6 @@ class Predictions:
     log_probabilities: Tensor  # log of the mean p; examples × classes
     expected_entropy: Tensor  # mean H(p) over the draws
     disagreement: Tensor  # share of draws that predict another class than the mean does
-    draws_right: Tensor | None  # share of draws that predict the target
     targets: Tensor | None  # None: the data have no labels
     samples: int
     checksums: Tensor  # sum of each example's input, to verify that two passes saw the same data
@@ -184,14 +183,13 @@ def _mean(networks: Iterable[nn.Module], source: Source) -> Predictions:
             )
         log_total, entropy = torch.logaddexp(log_total, now.log_p), entropy + now.entropy
         classes.append(now.log_p.argmax(1))
-    samples, targets = len(classes), first.targets
-    log_p, chosen = log_total - math.log(samples), torch.stack(classes)
+    samples = len(classes)
+    log_p = log_total - math.log(samples)
     return Predictions(
         log_probabilities=log_p,
         expected_entropy=entropy / samples,
-        disagreement=1 - (chosen == log_p.argmax(1)).sum(0).double() / samples,
-        draws_right=(chosen == targets).sum(0).double() / samples if targets is not None else None,
-        targets=targets,
+        disagreement=1 - (torch.stack(classes) == log_p.argmax(1)).sum(0).double() / samples,
+        targets=first.targets,
         samples=samples,
         checksums=first.checksums,
     )
