@@ -79,9 +79,7 @@ def seen(name: str, root: Path = ROOT) -> list[Seen]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         plain = json.loads(line)
-        found.append(
-            Seen(plain["label"], plain["settings"], tuple(map(Trace.of_plain, plain["observed"])))
-        )
+        found.append(Seen(plain["label"], plain["settings"], tuple(map(Trace.of_plain, plain["observed"]))))
     return found
 
 

@@ -89,5 +89,5 @@ def test_what_a_run_saw_is_kept(tmp_path: Path) -> None:
     assert [look.sigma for look in kept.observed] == [look.sigma for look in looks]
     start = kept.observed[0].sigma
     assert isinstance(start, Histogram)
-    assert start.total == sum(entry.weights for entry in read_run(folder).observed[-1].layers)
+    assert start.total == sum(count for _, count in read_run(folder).observed[-1].codebook)
     assert all(math.isfinite(edge) for edge in start.edges())

@@ -174,7 +174,9 @@ def evaluate(
     sigma_scale: Annotated[float, typer.Option(help="Draws are mu + this × sigma × noise.", min=0)] = 1.0,
     recalibrate: Annotated[
         int,
-        typer.Option(help="Recompute BatchNorm statistics for every draw, on so many training batches.", min=0),
+        typer.Option(
+            help="Recompute BatchNorm statistics for every draw, on so many training batches.", min=0
+        ),
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the table of rivals here, as JSON.")] = None,
     device: Device = None,

@@ -74,6 +74,10 @@ class Comparison:
             return "no difference"
         return "better" if self.difference < 0 else "worse"
 
+    def cells(self) -> list[str]:
+        """A row of text."""
+        return [self.rival, f"{self.difference:+.4f} ± {self.standard_error:.4f}", self.verdict]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Assessment:
@@ -112,13 +116,13 @@ class Assessment:
 
     def lines(self) -> list[str]:
         """Text for a terminal: the table, one table per out-of-distribution data set, comparisons, notes."""
-        draws = f"{self.samples} draws, sigma × {self.sigma_scale:g}, seed {self.seed}; " if self.samples else ""
+        draws = f"{self.samples} draws, sigma × {self.sigma_scale:g}, seed {self.seed}; "
         table = [["", "accuracy", "NLL", "Brier", "ECE", "AURC", "T"]]
         for row in self.rows:
             figures = [f"{number:.4f}" for number in (row.nll, row.brier, row.calibration_error)]
             t = "" if row.temperature is None else f"{row.temperature:.3f}"
             table.append([row.rival, f"{row.accuracy:.2%}", *figures, f"{row.risk_coverage_area:.5f}", t])
-        found = [draws + self.split, "", *_aligned(table)]
+        found = [(draws if self.samples else "") + self.split, "", *_aligned(table)]
         for name in self.rows[0].auroc:
             table = [[f"against {name}", *(f"{m} {_SHORT[s]}" for m in ("AUROC", "FPR95") for s in Score)]]
             for row in self.rows:
@@ -127,19 +131,20 @@ class Assessment:
                 table.append([row.rival, *areas, *rates])
             found += ["", *_aligned(table)]
         if self.comparisons:
-            found += ["", "NLL of the ensemble minus that of each rival (± standard error; negative is better):"]
-            table = [
-                [c.rival, f"{c.difference:+.4f} ± {c.standard_error:.4f}", c.verdict] for c in self.comparisons
+            found += [
+                "",
+                "NLL of the ensemble minus that of the rival (± standard error; negative is better):",
             ]
-            found += _aligned(table)
+            found += _aligned([each.cells() for each in self.comparisons])
         return [*found, *([""] if self.notes else []), *self.notes]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns of equal width, the first left-aligned and the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join((row[0].ljust(widths[0]), *own[1:])).rstrip() for row, own in zip(rows, cells, strict=True)]
+    first, *others = ([*column] for column in zip(*rows, strict=True))
+    columns = [[cell.ljust(max(map(len, first))) for cell in first]]
+    columns += [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def assess(
@@ -158,13 +163,14 @@ def assess(
 ) -> Assessment:
     """Measure the original network, the point estimate and the ensemble, each with temperature scaling too.
 
-    ``model`` has the network's architecture; it gets the compressed weights and ends with the point estimate's.
-    ``original`` has the weights before compression; without it its rows are left out. ``ood`` holds
-    out-of-distribution data by name; labels in it are ignored. The rest is as for
+    ``model`` has the network's architecture; it gets the compressed weights and ends with the point
+    estimate's. ``original`` has the weights before compression; without it its rows are left out. ``ood``
+    holds out-of-distribution data by name; labels in it are ignored. The rest is as for
     :func:`~pwfn.evaluate.ensemble.ensemble`; with 0 samples the ensemble's rows are left out.
 
     Temperatures are fitted on the ``calibration`` data, and all of ``loader`` is scored. Without it, half of
-    the loader's examples fit temperatures, and all rivals are scored on the other half (:func:`split_in_half`).
+    the loader's examples fit temperatures, and all rivals are scored on the other half
+    (:func:`split_in_half`).
     """
     if samples < 0:
         raise DataError(f"samples is {samples}: allowed is at least 0")
@@ -197,8 +203,8 @@ def assess(
         temperature, scaled = _temperature(by_name, fitted), Rival(f"{rival}, tempered")
         if at_limit(temperature):
             notes.append(
-                f"{scaled}: the calibration examples have no best temperature from 1/16 to 16; {temperature:.3g} "
-                "is an end of that range"
+                f"{scaled}: the calibration examples have no best temperature from 1/16 to 16; "
+                f"{temperature:.3g} is an end of that range"
             )
         rows.append(_row(rival, None, by_name, scored, list(ood or {})))
         rows.append(_row(scaled, temperature, by_name, scored, list(ood or {})))
@@ -226,8 +232,8 @@ def _check_same(found: Mapping[Rival, Mapping[str, Predictions]]) -> None:
     for name, own in first.items():
         if not all(torch.equal(own.checksums, other[name].checksums) for other in rest):
             raise DataError(
-                f"{name} gave other examples to one network than to another: pass a loader that gives the same "
-                "ones in the same order each time (shuffle=False, no random augmentation)"
+                f"{name} gave other examples to one network than to another: pass a loader that gives the "
+                "same ones in the same order each time (shuffle=False, no random augmentation)"
             )
 
 

@@ -1,7 +1,7 @@
 """How good predicted probabilities are: proper scores, calibration, temperature, and use of uncertainty.
 
-Probabilities are examples × classes, targets one class per example. Everything is computed in float64 and does
-not depend on the order of the examples. Log-likelihoods are in nats.
+Probabilities are examples × classes, targets one class per example. Everything is computed in float64 and
+does not depend on the order of the examples. Log-likelihoods are in nats.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def binned_error(bins: tuple[Bin, ...]) -> float:
 
 
 def risk_coverage(uncertainty: Tensor, wrong: Tensor) -> Tensor:
-    """The risk at coverage ``k / n`` for k = 1 … n: errors among the k least uncertain examples, divided by k.
+    """The risk at coverage ``k / n``, k = 1 … n: the error rate among the k least uncertain examples.
 
-    Examples of equal uncertainty have no order: the curve is the mean over all orders of them. Its mean is the
-    area under it (AURC): 0 is perfect; a random order gives the error rate.
+    Examples of equal uncertainty have no order: the curve is the mean over all orders of them. Its mean is
+    the area under it (AURC): 0 is perfect; a random order gives the error rate.
 
     >>> risk_coverage(torch.tensor([0.1, 0.4, 0.2]), torch.tensor([False, True, False]))[-1].item()
     0.3333333333333333
@@ -141,10 +141,10 @@ def risk_coverage(uncertainty: Tensor, wrong: Tensor) -> Tensor:
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """How well uncertainty detects out-of-distribution data: ``P(outside > inside) + P(outside = inside) / 2``.
+    """How well uncertainty detects out-of-distribution data: the area under the ROC curve; 0.5 is chance.
 
-    Over all pairs of an in-distribution and an out-of-distribution example: the area under the receiver
-    operating characteristic. 0.5 is chance.
+    ``P(outside > inside) + P(outside = inside) / 2`` over all pairs of an in-distribution and an
+    out-of-distribution example.
 
     >>> auroc(torch.tensor([0.1, 0.2]), torch.tensor([0.2, 0.3]))
     0.875
@@ -188,8 +188,8 @@ def fit_temperature(log_probabilities: Tensor, targets: Tensor) -> float:
     """The T between 1/16 and 16 with the least negative log-likelihood on these examples.
 
     With ``beta = 1 / T`` and l the log-probabilities, the loss is convex in beta: its slope is
-    ``mean(E_p[l] - l[target])`` and its curvature ``mean(Var_p[l])``, p = softmax(beta l). Newton steps within
-    an interval that shrinks by the sign of the slope; the result is never worse than T = 1.
+    ``mean(E_p[l] - l[target])`` and its curvature ``mean(Var_p[l])``, p = softmax(beta l). Newton steps,
+    within an interval that shrinks by the sign of the slope; the result is never worse than T = 1.
 
     >>> sure = torch.tensor([[0.9, 0.1]] * 4, dtype=torch.float64).log()
     >>> round(fit_temperature(sure, torch.tensor([0, 0, 0, 1])), 6)  # right three times of four
@@ -249,6 +249,6 @@ def _check_scores(**named: Tensor) -> None:
     for name, values in named.items():
         if values.dim() != 1 or not len(values) or values.isnan().any():
             raise DataError(
-                f"{name} is {tuple(values.shape)}, with {int(values.isnan().sum())} NaN: allowed is one number "
-                "per example, for at least one example"
+                f"{name} is {tuple(values.shape)}, with {int(values.isnan().sum())} NaN: allowed is one "
+                "number per example, for at least one example"
             )

@@ -178,8 +178,9 @@ def _mean(networks: Iterable[nn.Module], source: Source) -> Predictions:
     for now in passes:
         if now.log_p.shape != log_total.shape or not torch.equal(now.checksums, first.checksums):
             raise DataError(
-                f"{source.name}: pass {len(classes) + 1} gave other examples than the first: pass a loader that "
-                "gives the same ones in the same order each time (shuffle=False, no random augmentation)"
+                f"{source.name}: pass {len(classes) + 1} gave other examples than the first: pass a loader "
+                "that gives the same ones in the same order each time (shuffle=False, no random "
+                "augmentation)"
             )
         log_total, entropy = torch.logaddexp(log_total, now.log_p), entropy + now.entropy
         classes.append(now.log_p.argmax(1))

@@ -1,8 +1,8 @@
 """Out-of-distribution data by name: another data set, noise, or a change of the network's own test images.
 
-``npz:PATH`` and every other source of :mod:`pwfn.zoo.data`; ``noise``; ``shift:rotate:90`` and the like. Images
-are normalised like the network's own. Random numbers depend on the seed and the index of the example only, not
-on batch size or device.
+``npz:PATH`` and every other source of :mod:`pwfn.zoo.data`; ``noise``; ``shift:rotate:90`` and the like.
+Images are normalised like the network's own. Random numbers depend on the seed and the index of the example
+only, not on batch size or device.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def _fitted(images: Tensor, shape: tuple[int, int, int], name: str) -> tuple[Ten
     if images.shape[1] != channels:
         if 1 not in (images.shape[1], channels):
             raise DataError(
-                f"{name}: images have {images.shape[1]} channels and the network's own {channels}: allowed are "
-                "as many, or grey ones"
+                f"{name}: images have {images.shape[1]} channels and the network's own {channels}: allowed "
+                "are as many, or grey ones"
             )
         done.append(f"from {images.shape[1]} to {channels} channels")
         if images.shape[1] == 1:

@@ -40,11 +40,12 @@ class Recalibration:
     def from_loader(
         cls, loader: Iterable[Any], batches: int = 8, *, seed: int = 0, device: torch.device | str = "cpu"
     ) -> Recalibration:
-        """Take the first ``batches`` of training data, or one pass if it is shorter, and keep them on ``device``.
+        """Keep the first ``batches`` of training data, or one pass if it is shorter, on ``device``.
 
         The device must be that of the network. The seed is for loaders that shuffle by global random states.
 
-        >>> recalibrate = Recalibration.from_loader([torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])])
+        >>> batches = [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])]
+        >>> recalibrate = Recalibration.from_loader(batches)
         >>> layer = nn.BatchNorm1d(1)
         >>> recalibrate(layer)
         >>> layer.running_mean.item(), layer.running_var.item()  # means 1 and 6, variances 2 and 8
@@ -72,8 +73,8 @@ class Recalibration:
     def __call__(self, model: nn.Module) -> None:
         """Give a network the statistics that fit its weights.
 
-        Everything else is in evaluation mode meanwhile. Modes and momenta are restored afterwards, and after an
-        error the statistics too.
+        Everything else is in evaluation mode meanwhile. Modes and momenta are restored afterwards, and after
+        an error the statistics too.
         """
         reason = why_not(model)
         if reason is not None:
@@ -93,16 +94,16 @@ def why_not(model: nn.Module) -> str | None:
     layers = tracked(model)
     if not layers:
         return (
-            f"{type(model).__name__} has no BatchNorm layer with running statistics to recalibrate: leave out "
-            "recalibrate= (on the command line --recalibrate)"
+            f"{type(model).__name__} has no BatchNorm layer with running statistics to recalibrate: leave "
+            "out recalibrate= (on the command line --recalibrate)"
         )
     folded = next((name for name, layer in layers.items() if _is_folded(layer)), None)
     if folded is None:
         return None
     return (
-        f"BatchNorm {folded!r} has its statistics folded into its scale and shift (finish.fold_batchnorm), and "
-        "new ones would undo that: use a file without it, or leave out recalibrate= (on the command line "
-        "--recalibrate)"
+        f"BatchNorm {folded!r} has its statistics folded into its scale and shift (finish.fold_batchnorm), "
+        "and new ones would undo that: use a file without it, or leave out recalibrate= (on the command "
+        "line --recalibrate)"
     )
 
 

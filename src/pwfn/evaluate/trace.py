@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from pwfn.bayes.method import InForce
-from pwfn.evaluate.entropy import Pool
 from pwfn.fixing.fix_round import FixRecord, Move
 from pwfn.fixing.unique import counted
 from pwfn.layout import Entry, Kind, Layout
@@ -62,15 +61,6 @@ class Histogram(NamedTuple):
         return [2 ** ((self.first + i) / BINS_PER_OCTAVE) for i in range(len(self.counts) + 1)]
 
 
-class Layer(NamedTuple):
-    """Counts of the fixed weights of one parameter."""
-
-    name: str
-    weights: int
-    entropy_bits: float
-    unique: int
-
-
 class Sample(NamedTuple):
     """Some weights of one parameter, the same ones in every trace; six significant digits."""
 
@@ -90,7 +80,6 @@ class Trace:
     centres: int = 0  # unique values of the fixed weights
     codebook: tuple[tuple[float, int], ...] = ()  # value and count, ascending; the 1,024 most frequent
     moves: tuple[Move, ...] = ()  # of this fixing, per centre; the 1,024 with most weights
-    layers: tuple[Layer, ...] = ()  # of the fixed weights
     sample: tuple[Sample, ...] = ()  # of weights, not biases; at the start and after the last fixing
 
     def __repr__(self) -> str:
@@ -124,7 +113,6 @@ class Trace:
             centres=plain["centres"],
             codebook=tuple((value, count) for value, count in plain.get("codebook", ())),
             moves=tuple(Move(*move) for move in plain.get("moves", ())),
-            layers=tuple(Layer(*layer) for layer in plain.get("layers", ())),
             sample=tuple(Sample(name, tuple(mu), tuple(s)) for name, mu, s in plain.get("sample", ())),
         )
 
@@ -170,7 +158,6 @@ def _trace(
         centres=values.numel(),
         codebook=_most_frequent(values, counts),
         moves=moves,
-        layers=tuple(_layers(layout, weights)),
         sample=tuple(_samples(layout, weights)) if sampled else (),
     )
 
@@ -212,16 +199,6 @@ def _most_frequent(values: Tensor, counts: Tensor) -> tuple[tuple[float, int], .
     """Ascending; of equally frequent values the smaller ones."""
     order = counts.argsort(stable=True, descending=True)[:MOST_CENTRES].sort().values
     return tuple(zip(values[order].tolist(), counts[order].tolist(), strict=True))
-
-
-def _layers(layout: Layout, weights: InForce) -> Iterator[Layer]:
-    for entry in layout.entries:
-        values = weights.mu[entry.span]
-        if weights.fixed is not None:
-            values = values[weights.fixed[entry.span]]
-        if values.numel():
-            pool = Pool.of(values)
-            yield Layer(entry.name, pool.weights, _short(pool.entropy_bits), pool.unique)
 
 
 def _samples(layout: Layout, weights: InForce) -> Iterator[Sample]:

@@ -44,7 +44,7 @@ def evaluated(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dic
 
 
 def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0) -> dict[str, Any]:
-    """Loss, accuracy and sizes of a file; with ``samples`` also the accuracy of an ensemble of that many draws.
+    """Loss, accuracy and sizes of a file; with ``samples`` also the accuracy of an ensemble of so many draws.
 
     The network is the one named in the file, unless ``options.model`` names another.
     """
@@ -62,8 +62,8 @@ def assess_file(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[d
     """As :func:`evaluate_file`, and the table of rivals; it is also written to ``asked.out`` as JSON."""
     if asked.recalibrate and not asked.samples:
         raise ConfigError(
-            f"--recalibrate {asked.recalibrate} computes BatchNorm statistics for every draw, but no draws are "
-            "requested: give --samples too"
+            f"--recalibrate {asked.recalibrate} computes BatchNorm statistics for every draw, but no draws "
+            "are requested: give --samples too"
         )
     file = _open(path, options, asked.seed)
     device = file.distributed.device
@@ -185,5 +185,6 @@ def summary_line(facts: Mapping[str, Any]) -> str:
     drawn = f" ({facts['ensemble']:.2%} as an ensemble)" if "ensemble" in facts else ""
     return (
         f"{was}{now} after{drawn}; {facts['weights']:,} weights with {facts['unique']} values, "
-        f"{facts['entropy_bits']:.3f} bits per weight; {facts['file_bytes']:,} bytes, fp32 {facts['fp32_bytes']:,}"
+        f"{facts['entropy_bits']:.3f} bits per weight; {facts['file_bytes']:,} bytes, fp32 "
+        f"{facts['fp32_bytes']:,}"
     )

@@ -32,20 +32,20 @@ PAIRS = (
 """The combinations for which the energy is estimated."""
 
 ASSUMPTIONS = (
-    "one example at a time; every weight and every uncompressed tensor is read from DRAM once, however often it "
-    "is used",
+    "one example at a time; every weight and every uncompressed tensor is read from DRAM once, however "
+    "often it is used",
     "not counted: activations and caches, biases' additions, normalisation, softmax, other element-wise "
     "functions, control, leakage, and decoding of indices",
     "products with the zeros of padding count, as in other counts of multiply-accumulates",
-    "a weight that is 0 costs nothing; one that is a sum of n powers of two, n at most 4, costs n shifts and n "
-    "additions, the last to the accumulator; any other costs a multiplication",
-    "float shifts: activations and sums are fp32, as where accuracy is measured; a shift is an 8-bit addition to "
-    "the exponent",
-    "fixed shifts and int8: activations are 32-bit and 8-bit integers, sums 32-bit; the effect on accuracy is not "
-    "known here",
+    "a weight that is 0 costs nothing; one that is a sum of n powers of two, n at most 4, costs n shifts "
+    "and n additions, the last to the accumulator; any other costs a multiplication",
+    "float shifts: activations and sums are fp32, as where accuracy is measured; a shift is an 8-bit "
+    "addition to the exponent",
+    "fixed shifts and int8: activations are 32-bit and 8-bit integers, sums 32-bit; the effect on accuracy "
+    "is not known here",
     "products without a compressed weight (attention scores, layers left out) are fp32 everywhere",
-    "energy of one operation: 45 nm, 0.9 V (Horowitz 2014), for DRAM the lower end of its range, which favours "
-    "small weights least; for a shift, which it does not list, ShiftAddNet (You et al. 2020)",
+    "energy of one operation: 45 nm, 0.9 V (Horowitz 2014), for DRAM the lower end of its range, which "
+    "favours small weights least; for a shift, which it does not list, ShiftAddNet (You et al. 2020)",
 )
 
 
@@ -53,9 +53,9 @@ ASSUMPTIONS = (
 class EnergyFigures:
     """Energy of one operation, in picojoules, at 45 nm and 0.9 V.
 
-    M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014. Shifts, which it does not
-    list, are from H. You et al., "ShiftAddNet", NeurIPS 2020, also at 45 nm. DRAM takes 1.3 to 2.6 nJ for 64 bits;
-    the lower end is used here.
+    M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014. Shifts, which it does
+    not list, are from H. You et al., "ShiftAddNet", NeurIPS 2020, also at 45 nm. DRAM takes 1.3 to 2.6 nJ for
+    64 bits; the lower end is used here.
 
     >>> EnergyFigures().product(Arithmetic.FP32, order=1), EnergyFigures().product(Arithmetic.INT8, order=1)
     (4.6, 0.3)

@@ -1,8 +1,8 @@
 """How many products each weight takes part in, counted in one forward pass.
 
-The counter observes torch operations, not modules. So a weight that several layers share, that is split into q, k
-and v, or that a model multiplies by itself (``F.linear(x, other.weight)``) is counted wherever it is used. A weight
-is recognised by its memory, of which transposed, expanded and sliced tensors are views.
+The counter observes torch operations, not modules. So a weight that several layers share, that is split into
+q, k and v, or that a model multiplies by itself (``F.linear(x, other.weight)``) is counted wherever it is
+used. A weight is recognised by its memory, of which transposed, expanded and sliced tensors are views.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Products(NamedTuple):
 def count_products(
     compressed: Compressed, model: nn.Module, example: Example, *, batch_axis: int = 0
 ) -> Products:
-    """Count in one forward pass of a dense model, in evaluation mode; the values of its weights do not matter.
+    """Count in one forward pass of a dense model in evaluation mode; the values of its weights do not matter.
 
-    A weight of a convolution takes part in one product per output position (of a transposed convolution: input
-    position), a weight of a linear layer in one per token, every time it is used.
+    A weight of a convolution takes part in one product per output position (of a transposed convolution:
+    input position), a weight of a linear layer in one per token, every time it is used.
 
     >>> from pwfn.layout import Layout
     >>> model = nn.Linear(2, 1, bias=False)
@@ -97,11 +97,11 @@ _FIRST_OPERAND = {
 
 
 def _products(operation: Any, args: tuple[Any, ...], out: Tensor) -> tuple[int, tuple[Tensor, ...]]:
-    """The number of products in an operation, and those of its tensors that may be weights, likely ones first."""
+    """The number of products in an operation, and its tensors that may be weights, likely ones first."""
     first = _FIRST_OPERAND[operation]
     a, b = args[first], args[first + 1]
-    if operation is _aten.convolution:  # every weight meets every output position; if transposed, input position
-        is_transposed = args[6]
+    if operation is _aten.convolution:
+        is_transposed = args[6]  # then every weight meets every input position, else every output position
         return b.numel() * a.shape[0] * math.prod((a if is_transposed else out).shape[2:]), (b,)
     if operation is _aten._trilinear:  # of the two products of x weight y the one with the weight
         return b.numel() * a.shape[0], (b,)

@@ -80,8 +80,8 @@ class Cost:
 class CostSheet:
     """What one inference of one example costs; the energy is an estimate.
 
-    The traffic of ``whole`` is that of the layers, of codebooks and frequency tables where the storage has them,
-    and of the uncompressed tensors, which are the same in every storage.
+    The traffic of ``whole`` is that of the layers, of codebooks and frequency tables where the storage has
+    them, and of the uncompressed tensors, which are the same in every storage.
     """
 
     whole: Cost
@@ -131,8 +131,10 @@ class CostSheet:
         if self.not_multiplied:
             more = len(self.not_multiplied) - _NAMED
             rows.append(
-                "compressed, but in no convolution and no matrix product (looked up, added, or changed before "
-                f"use): {', '.join(self.not_multiplied[:_NAMED])}" + (f" and {more:,} more" if more > 0 else "")
+                "compressed, but in no convolution and no matrix product (looked up, added, or changed "
+                "before "
+                f"use): {', '.join(self.not_multiplied[:_NAMED])}"
+                + (f" and {more:,} more" if more > 0 else "")
             )
         return [*rows, "assumptions:", *(f"  - {text}" for text in self.assumptions)]
 
@@ -149,8 +151,8 @@ def cost_sheet(
     """What one inference costs, from one forward pass of a dense model of the same architecture.
 
     ``example`` is a batch of one: a tensor, a tuple of the model's inputs, or a mapping of them by name. With
-    ``file``, the .pwfn file of this network, coded bytes are those of the file. The values of the model's weights
-    do not matter: orders are those of ``compressed``.
+    ``file``, the .pwfn file of this network, coded bytes are those of the file. The values of the model's
+    weights do not matter: orders are those of ``compressed``.
 
     >>> import torch
     >>> from pwfn.layout import Layout

@@ -50,8 +50,8 @@ class Traffic:
 def traffic_of(compressed: Compressed, file: str | Path | None = None) -> tuple[list[Traffic], Traffic]:
     """Of each entry of the layout, and of what all entries share: codebooks and frequency tables.
 
-    Coded bytes are those of the file. Without one they are ``-sum log2 p`` bits over the entry's weights, with p
-    from the frequency table that a file would use.
+    Coded bytes are those of the file. Without one they are ``-sum log2 p`` bits over the entry's weights,
+    with p from the frequency table that a file would use.
     """
     entries, books = compressed.layout.entries, compressed.codebooks
     coded, shared = _coded(compressed) if file is None else _coded_in(file, compressed)

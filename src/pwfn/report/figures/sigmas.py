@@ -11,7 +11,7 @@ import torch
 
 from pwfn.bayes.gaussian import initial_sigma
 from pwfn.config import MethodName, SigmaInit
-from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Trace, Sample
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Sample, Trace
 from pwfn.report.figures.canvas import (
     INK,
     SERIES,
