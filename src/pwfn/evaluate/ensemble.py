@@ -170,6 +170,7 @@ class _Pass(NamedTuple):
     checksums: Tensor
 
 
+@torch.no_grad()
 def _mean(networks: Iterable[nn.Module], source: Source) -> Predictions:
     """The mean prediction, with one pass over the data per network."""
     passes = (_one_pass(model, source) for model in networks)
@@ -196,7 +197,6 @@ def _mean(networks: Iterable[nn.Module], source: Source) -> Predictions:
     )
 
 
-@torch.no_grad()
 def _one_pass(model: nn.Module, source: Source) -> _Pass:
     found = []
     with evaluating(model), full_float32():
