@@ -273,7 +273,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fold_batchnorm(model)
     compressed_of(model, sigma=0.2).save(folder / "folded.pwfn", posterior="weight", record=record)
     (folder / "nets.py").write_text(
-        "from torch import nn\ndef make(classes=10):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+        "from torch import nn\n"
+        "def make(classes=10):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
     )
     bare = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     shown: dict[str, Any] = {"preparation": {"mean": [], "std": [], "image_size": 8}}
