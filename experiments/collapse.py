@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pwfn.errors import FileError, PwfnError
-from pwfn.evaluate.trace import Moment, Observed
+from pwfn.evaluate.trace import Moment, Trace
 from pwfn.file.storage import replacing
 from pwfn.lab import compare
 from pwfn.report.figures import canvas, sigmas
@@ -36,7 +36,7 @@ class Seen:
 
     label: str
     settings: Mapping[str, Any]
-    observed: tuple[Observed, ...]
+    observed: tuple[Trace, ...]
 
     @property
     def rate(self) -> float:
@@ -61,7 +61,7 @@ def keep(name: str, tables: Path, root: Path = ROOT) -> Path:
             for section, keys in (("posterior", POSTERIOR), ("training", TRAINING))
         }
         looks = [
-            Observed(look.moment, look.round, look.fraction, look.sigma).to_plain()
+            Trace(look.moment, look.round, look.fraction, look.sigma).to_plain()
             for look in found.observed
             if look.sigma is not None and look.moment is not Moment.AFTER
         ]
@@ -79,9 +79,7 @@ def seen(name: str, root: Path = ROOT) -> list[Seen]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         plain = json.loads(line)
-        found.append(
-            Seen(plain["label"], plain["settings"], tuple(map(Observed.of_plain, plain["observed"])))
-        )
+        found.append(Seen(plain["label"], plain["settings"], tuple(map(Trace.of_plain, plain["observed"]))))
     return found
 
 

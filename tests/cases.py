@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pwfn.file.compressed import Compressed
+from pwfn.layout import Layout, untouched
 
 # Data sets
 
@@ -32,3 +38,41 @@ def image_folder(folder: Path, count: int = 4) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(path)
     return f"imagefolder:{folder}"
+
+
+# Evaluation: ensembles, BatchNorm statistics, costs
+
+
+def batchnorm_classifier(seed: int = 0) -> Any:
+    """For 4 numbers: two BatchNorm layers with statistics unlike those of a new layer, dropout; 3 classes."""
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(
+        *(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5)),
+        *(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=0.3), nn.ReLU(), nn.Linear(8, 3)),
+    )
+    with torch.no_grad():
+        for layer in (model[1], model[5]):
+            layer.weight.uniform_(0.5, 1.5)
+            layer.bias.normal_()
+            layer.running_mean.normal_()
+            layer.running_var.uniform_(0.5, 2.0)
+            layer.num_batches_tracked.fill_(7)
+        model[7].weight.normal_()  # so that every class is predicted now and then
+    return model
+
+
+def compressed_of(
+    model: nn.Module, values: Tensor | None = None, sigma: Tensor | float | None = None, **selectors: Any
+) -> Compressed:
+    """The model with these values, or its own rounded to quarters; a number is the sigma of all weights."""
+    layout = Layout.of(model, **selectors)
+    if values is None:
+        values = (4 * layout.gather(model)).round() / 4
+    if isinstance(sigma, float):
+        sigma = torch.full((layout.size,), sigma)
+    return Compressed.of(layout, values, sigma, untouched(model, layout))
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    """From the normal distribution, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -178,10 +178,10 @@ def evaluate(
         list[str] | None, typer.Option(help="Data from elsewhere: npz:PATH, noise, shift:rotate:90, …")
     ] = None,
     sigma_scale: Annotated[float, typer.Option(help="Draws are mu + this × sigma × noise.", min=0)] = 1.0,
-    settle: Annotated[
+    recalibrate: Annotated[
         int,
         typer.Option(
-            help="Gather BatchNorm statistics anew for every draw, from so many training batches.", min=0
+            help="Recompute BatchNorm statistics for every draw, on so many training batches.", min=0
         ),
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the table of rivals here, as JSON.")] = None,
@@ -197,7 +197,7 @@ def evaluate(
     how = options.RunOptions(
         *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
     )
-    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, settle)
+    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, recalibrate)
     facts, lines = filescores.evaluated(file, how, asked)
     typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
 

@@ -1,7 +1,8 @@
-"""What a run sees of its weights: counted right, the same after a kill, and looking changes nothing."""
+"""Traces of a run: counted right, the same after a kill, and recording them changes nothing."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -16,19 +17,20 @@ from test_checkpoint import CONFIG, STEPS, CutOffError, Shuffled, network
 from test_runs import QUICK, KilledError, options
 from torch import Tensor, nn
 
-from pwfn import Config, Progress, Result, compress, rounds
+from pwfn import Config, Progress, Result, compress
 from pwfn.bayes.method import InForce
 from pwfn.bayes.pwfn import Pwfn
+from pwfn.evaluate import trace
 from pwfn.evaluate.trace import (
     BINS_PER_OCTAVE,
     HIGHEST_BIN,
     LOWEST_BIN,
     MOST_CENTRES,
-    MOST_OF_A_LAYER,
-    MOST_OF_ALL,
+    MOST_PER_LAYER,
+    MOST_SAMPLED,
     Histogram,
     Moment,
-    Observed,
+    Trace,
     after_fixing,
     at_start,
     before_fixing,
@@ -43,7 +45,7 @@ from pwfn.run.folder import run
 from pwfn.zoo import models
 
 SIGMA_DIFFERS = Config().override({"posterior.init": "powers", "clustering.b": 7})
-"""From weight to weight, as in the paper, so that one in the place of another would show."""
+"""From weight to weight, as in the paper, so that a mix-up would show."""
 
 # Sigmas in bins
 
@@ -54,10 +56,9 @@ def histogram(sigma: Tensor, fixed: Tensor | None = None) -> Histogram | None:
     return sigma_histogram(layout, InForce(torch.zeros_like(sigma), sigma, fixed))
 
 
-def test_powers_of_two_begin_a_bin_each() -> None:
+def test_every_power_of_two_is_the_lower_end_of_a_bin() -> None:
     found = histogram(torch.tensor([2.0**-30, 2.0**-29, 0.25, 0.5]))
     assert found is not None
-    assert found.first == -30 * BINS_PER_OCTAVE
     filled = {found.first + i: count for i, count in enumerate(found.counts) if count}
     assert filled == {e * BINS_PER_OCTAVE: 1 for e in (-30, -29, -2, -1)}
 
@@ -71,27 +72,22 @@ def test_bins_are_those_of_the_logarithm_and_hold_every_free_weight() -> None:
     expected = Counter(math.floor(8 * math.log2(s)) for s in sigma[~fixed].tolist())
     assert {found.first + i: c for i, c in enumerate(found.counts) if c} == expected
     assert found.total == int((~fixed).sum())
-    assert found.counts[0] > 0
-    assert found.counts[-1] > 0
+    assert min(found.counts[0], found.counts[-1]) > 0
 
 
-def test_what_lies_beyond_the_bins_is_in_the_last_of_them() -> None:
+def test_the_end_bins_hold_what_lies_beyond_them() -> None:
     found = histogram(torch.tensor([0.0, 2.0**-60, 1e6]))
     assert found is not None
-    assert found.first == LOWEST_BIN
-    assert found.counts[0] == 2
+    assert (found.first, found.counts[0]) == (LOWEST_BIN, 2)
     assert (found.counts[-1], found.first + len(found.counts) - 1) == (1, HIGHEST_BIN)
+    assert histogram(torch.ones(3), torch.ones(3, dtype=torch.bool)) is None  # no free weight
 
 
-def test_without_free_weights_there_is_no_histogram() -> None:
-    assert histogram(torch.ones(3), torch.ones(3, dtype=torch.bool)) is None
+# Centres and moves
 
 
-# Centres, moves and layers
-
-
-def test_after_a_fixing_the_codebook_moves_and_layers_are_those_of_the_fixed_weights() -> None:
-    """Six weights at 1/4, two at 1/2 and the last still free; the bias all at 1/4."""
+def test_after_a_fixing_the_codebook_is_that_of_the_fixed_weights() -> None:
+    """Nine weights at 1/4, two at 1/2, and one still free."""
     layout = Layout.of(nn.Linear(3, 3))
     mu = torch.tensor([0.25, 0.25, 0.5, 0.25, 0.5, 0.3, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25])
     fixed = torch.ones(12, dtype=torch.bool)
@@ -99,45 +95,31 @@ def test_after_a_fixing_the_codebook_moves_and_layers_are_those_of_the_fixed_wei
     record = FixRecord(0.9, 11, (), (Move(0.25, 9, 0.123456789, 1.0, 2), Move(0.5, 2, 0.0, 0.0, 0)))
     seen = after_fixing(3, record, layout, InForce(mu, torch.full((12,), 0.25), fixed))
     assert (seen.moment, seen.round, seen.fraction) == (Moment.AFTER, 3, 11 / 12)
-    assert seen.codebook == ((0.25, 9), (0.5, 2))
-    assert seen.centres == 2
+    assert (seen.codebook, seen.centres) == (((0.25, 9), (0.5, 2)), 2)
     assert seen.sigma == Histogram(-2 * BINS_PER_OCTAVE, (1,))
     assert seen.moves == (Move(0.25, 9, 0.123457, 1.0, 2), Move(0.5, 2, 0.0, 0.0, 0))
-    entropy = -(6 / 8 * math.log2(6 / 8) + 2 / 8 * math.log2(2 / 8))
-    weight, bias = seen.layers
-    assert (weight.name, weight.weights, weight.unique) == ("weight", 8, 2)
-    assert weight.entropy_bits == float(f"{entropy:.6g}")
-    assert bias == ("bias", 3, 0.0, 1)
     assert seen.sample == ()
+    assert repr(seen) == "Trace(after, round=3, fraction=0.916667, centres=2)"
 
 
-def test_a_layer_without_fixed_weights_is_left_out() -> None:
-    layout = Layout.of(nn.Linear(3, 1))
-    fixed = torch.tensor([True, False, True, False])
-    seen = after_fixing(1, FixRecord(0.5, 2), layout, InForce(torch.ones(4), torch.ones(4), fixed))
-    assert [layer.name for layer in seen.layers] == ["weight"]
-
-
-def test_of_more_centres_than_are_kept_the_most_popular_are() -> None:
+def test_only_the_most_frequent_centres_are_kept() -> None:
     count = MOST_CENTRES + 76
     layout = Layout.of(nn.Linear(2 * count - 100, 1, bias=False))
     values = torch.arange(count).float() / 16
     mu = torch.cat((values, values[100:]))  # the first hundred occur once, the others twice
     seen = after_fixing(1, FixRecord(1.0, mu.numel()), layout, InForce(mu))
     assert seen.centres == count
-    assert len(seen.codebook) == MOST_CENTRES
     expected = {**dict.fromkeys(values[:24].tolist(), 1), **dict.fromkeys(values[100:].tolist(), 2)}
-    assert seen.codebook == tuple(sorted(expected.items()))  # of the equally popular the smallest
+    assert seen.codebook == tuple(sorted(expected.items()))  # of equally frequent ones the smallest
 
 
-def test_before_a_fixing_only_sigmas_are_looked_at_and_a_method_without_them_is_not() -> None:
+def test_before_a_fixing_only_sigmas_are_recorded_and_nothing_without_them() -> None:
     net = Pwfn(nn.Linear(4, 2), Config())
     seen = before_fixing(2, net.layout, net.in_force())
     assert seen is not None
-    assert (seen.moment, seen.round, seen.fraction) == (Moment.BEFORE, 2, 0.0)
     assert seen.sigma is not None
     assert seen.sigma.total == 10
-    assert (seen.codebook, seen.layers, seen.sample) == ((), (), ())
+    assert seen == Trace(Moment.BEFORE, 2, 0.0, sigma=seen.sigma)
     plain = Baseline(nn.Linear(4, 2), Config(method="baseline"))  # type: ignore[arg-type]  # names become enums
     assert before_fixing(2, plain.layout, plain.in_force()) is None
     assert at_start(plain.layout, plain.in_force()).centres == 10
@@ -147,20 +129,17 @@ def test_before_a_fixing_only_sigmas_are_looked_at_and_a_method_without_them_is_
 
 
 @given(st.integers(1, 5000), st.integers(1, 400), st.text(max_size=5))
-def test_positions_are_distinct_in_order_and_one_in_every_stretch(size: int, most: int, name: str) -> None:
+def test_there_is_one_position_in_every_interval(size: int, most: int, name: str) -> None:
     entry = Entry(name, (size,), torch.float32, 0, "", "Linear", Kind.WEIGHT)
     found = sample_positions(entry, most).tolist()
-    assert len(found) == min(size, most)
-    assert found == sorted(set(found))
-    assert found[0] >= 0
-    assert found[-1] < size
     assert found == sample_positions(entry, most).tolist()
-    if size > most:
-        edges = [i * size // most for i in range(most + 1)]
-        assert all(edges[i] <= place < edges[i + 1] for i, place in enumerate(found))
+    count = min(size, most)
+    edges = [i * size // count for i in range(count + 1)]
+    intervals = itertools.pairwise(edges)
+    assert all(low <= place < high for place, (low, high) in zip(found, intervals, strict=True))
 
 
-def test_the_same_weights_are_looked_at_in_the_end_and_no_random_state_is_touched() -> None:
+def test_the_same_weights_are_sampled_at_the_end_and_no_random_state_is_used() -> None:
     torch.manual_seed(1)
     net = Pwfn(nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 4)), SIGMA_DIFFERS)
     mu = net.mu.detach().clone()
@@ -169,51 +148,32 @@ def test_the_same_weights_are_looked_at_in_the_end_and_no_random_state_is_touche
     assert torch.equal(torch.get_rng_state(), state)
     done = net.between(1, 1.0)
     last = after_fixing(1, done.record, net.layout, net.in_force())
-    assert [sample.name for sample in first.sample] == ["0.weight", "1.weight"]  # biases are not layers
+    assert [sample.name for sample in first.sample] == ["0.weight", "1.weight"]  # no biases
     for entry, one, other in zip(net.layout.entries[::2], first.sample, last.sample, strict=True):
-        at = sample_positions(entry, MOST_OF_A_LAYER)
-        assert len(one.mu) == min(entry.size, MOST_OF_A_LAYER)
+        at = sample_positions(entry, MOST_PER_LAYER)
         assert torch.tensor(one.mu).allclose(mu[entry.span][at], rtol=1e-5, atol=0)
         assert torch.tensor(other.mu).allclose(net.mu[entry.span][at], rtol=1e-5, atol=0)
         assert torch.tensor(other.sigma).allclose(net.sigma[entry.span][at], rtol=1e-5, atol=0)
 
 
-def test_a_resnet18_takes_less_than_half_a_megabyte_for_its_samples() -> None:
+def test_traces_of_large_and_of_deep_networks_are_small() -> None:
     with torch.device("meta"):
-        layout = Layout.of(models.create("cifar_resnet18"))
-    mu = torch.linspace(-0.2, 0.2, layout.size)
-    line = at_start(layout, InForce(mu, mu.abs() / 16, torch.zeros(layout.size, dtype=torch.bool))).to_line()
-    assert layout.size == 11_164_362
-    assert 2 * len(line) < 500_000
+        large = Layout.of(models.create("cifar_resnet18"))
+    deep = Layout.of(nn.Sequential(*(nn.Linear(20, 20) for _ in range(100))))
+    seen = []
+    for layout in (large, deep):
+        mu = torch.linspace(-0.2, 0.2, layout.size)
+        seen.append(at_start(layout, InForce(mu, mu.abs() / 16, torch.zeros(layout.size, dtype=torch.bool))))
+    assert large.size == 11_164_362
+    assert 2 * len(seen[0].to_line()) < 500_000
+    assert {len(sample.mu) for sample in seen[1].sample} == {MOST_SAMPLED // 100}
 
 
-def test_a_deep_network_has_fewer_of_each_layer() -> None:
-    layout = Layout.of(nn.Sequential(*(nn.Linear(20, 20) for _ in range(100))))
-    mu = torch.linspace(-1, 1, layout.size)
-    seen = at_start(layout, InForce(mu, mu.abs(), torch.zeros(layout.size, dtype=torch.bool)))
-    assert {len(sample.mu) for sample in seen.sample} == {MOST_OF_ALL // 100}
+# In a run
 
 
-# Kept and read
-
-
-def test_a_line_is_json_that_gives_the_same_again() -> None:
-    net = Pwfn(network(), SIGMA_DIFFERS)
-    seen = [at_start(net.layout, net.in_force())]
-    for number, fraction in enumerate((0.5, 1.0), 1):
-        before = before_fixing(number, net.layout, net.in_force())
-        assert before is not None
-        done = net.between(number, fraction)
-        seen += [before, after_fixing(number, done.record, net.layout, net.in_force())]
-    for each in seen:
-        assert Observed.of_plain(json.loads(each.to_line())) == each
-        assert "\n" not in each.to_line()
-    assert all(seen[2].moves)
-    assert seen[-1].sigma is None  # nothing is free
-
-
-def whole_run(config: Config = CONFIG, **how: object) -> tuple[Result, list[Observed]]:
-    kept: list[Observed] = []
+def whole_run(config: Config = CONFIG, **how: object) -> tuple[Result, list[Trace]]:
+    kept: list[Trace] = []
 
     def on_round(progress: Progress) -> None:
         kept[:] = progress.observed
@@ -221,11 +181,10 @@ def whole_run(config: Config = CONFIG, **how: object) -> tuple[Result, list[Obse
     return compress(network(), Shuffled(), Shuffled(), config, on_round=on_round, **how), kept  # type: ignore[arg-type]
 
 
-def test_a_run_sees_its_start_and_both_sides_of_every_fixing() -> None:
+def test_a_run_records_its_start_and_both_sides_of_every_fixing() -> None:
     result, seen = whole_run()
-    moments = [(each.moment, each.round) for each in seen]
     both = [(moment, number) for number in (1, 2, 3) for moment in (Moment.BEFORE, Moment.AFTER)]
-    assert moments == [(Moment.START, 0), *both]
+    assert [(each.moment, each.round) for each in seen] == [(Moment.START, 0), *both]
     for done, (before, after) in zip(result.rounds, [each.observed for each in result.rounds], strict=True):
         assert after.centres == done.fixed.unique
         assert sum(count for _, count in after.codebook) == done.fix.fixed == done.fixed.weights
@@ -234,10 +193,14 @@ def test_a_run_sees_its_start_and_both_sides_of_every_fixing() -> None:
         size = result.compressed.layout.size
         assert before.sigma.total == size - round(before.fraction * size)
     assert dict(seen[-1].codebook) == dict(Counter(result.compressed.values().tolist()))
+    assert seen[-1].sigma is None  # nothing is free
+    for each in seen:
+        assert Trace.of_plain(json.loads(each.to_line())) == each
+        assert "\n" not in each.to_line()
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1, 3))
-def test_cut_off_at_a_step_the_rest_of_the_run_sees_the_same(step: int, tmp_path: Path) -> None:
+def test_interrupted_at_a_step_the_rest_of_the_run_records_the_same(step: int, tmp_path: Path) -> None:
     store, taken = Store(tmp_path, {}), 0
 
     def keep(progress: Callable[[], Progress], ends: bool) -> None:
@@ -259,8 +222,7 @@ def test_cut_off_at_a_step_the_rest_of_the_run_sees_the_same(step: int, tmp_path
     assert again == seen[1:]
 
 
-def test_a_run_that_stops_in_mid_round_does_not_see_it_twice() -> None:
-    """An error after the fixing, in the scoring: the round is not done, and is done again."""
+def test_a_round_that_fails_after_its_fixing_is_not_recorded_twice() -> None:
     calls = 0
 
     def between() -> None:
@@ -271,21 +233,20 @@ def test_a_run_that_stops_in_mid_round_does_not_see_it_twice() -> None:
 
     with pytest.raises(CutOffError) as caught:
         whole_run(between=between)
-    progress: Progress = caught.value.progress  # type: ignore[attr-defined]  # compress hangs it there
-    assert len(progress.rounds) == 2
+    progress: Progress = caught.value.progress  # type: ignore[attr-defined]  # compress adds it
     seen = whole_run()[1]
     assert progress.observed == seen[:5]
     assert whole_run(resume=from_plain(to_plain(progress)))[1] == seen
 
 
-def test_looking_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeing, _ = whole_run()
-    blind = Observed(Moment.START, 0, 0.0)
+def test_recording_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, _ = whole_run()
+    empty = Trace(Moment.START, 0, 0.0)
     for name in ("at_start", "before_fixing", "after_fixing"):
-        monkeypatch.setattr(rounds.observed, name, lambda *_: blind)
+        monkeypatch.setattr(trace, name, lambda *_: empty)
     result, seen = whole_run()
-    assert set(seen) == {blind}
-    for path, each in (("a.pwfn", seeing), ("b.pwfn", result)):
+    assert set(seen) == {empty}
+    for path, each in (("a.pwfn", recorded), ("b.pwfn", result)):
         each.save(tmp_path / path, posterior="weight")
     assert (tmp_path / "a.pwfn").read_bytes() == (tmp_path / "b.pwfn").read_bytes()
 
@@ -293,7 +254,7 @@ def test_looking_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("method", "first_share"), [("wfn", 0.0), ("lsq", 1.0), ("kmeans", 1.0), ("apot", 1.0)]
 )
-def test_methods_without_sigmas_show_what_they_have(method: str, first_share: float) -> None:
+def test_traces_of_methods_without_sigmas(method: str, first_share: float) -> None:
     changes = {"schedule.fractions": [0.5, 1.0], "schedule.epochs": 2, "quantiser.bits": 2}
     result, seen = whole_run(Config.preset("recommended", method).override(changes))
     assert [each.moment for each in seen] == [Moment.START, Moment.AFTER, Moment.AFTER]
@@ -309,21 +270,19 @@ def test_methods_without_sigmas_show_what_they_have(method: str, first_share: fl
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("observed") / "run"
+    path = tmp_path_factory.mktemp("traces") / "run"
     run(options(path, checkpoint_minutes=60), QUICK)
     return path
 
 
-def test_what_is_in_the_folder(folder: Path) -> None:
+def test_the_file_in_the_folder(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "observed.jsonl").read_text().splitlines()]
     assert [line["moment"] for line in lines] == ["start", *["before", "after"] * 3]
     assert [line["fraction"] for line in lines[2::2]] == pytest.approx([0.5, 0.9, 1.0], abs=1e-4)
-    assert (folder / "observed.jsonl").stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("number", range(1, 7))
-def test_killed_around_any_checkpoint_the_same_bytes_are_there_in_the_end(
+@pytest.mark.parametrize(("number", "moment"), [(1, "before"), (2, "after"), (4, "before"), (6, "after")])
+def test_killed_around_a_checkpoint_the_files_end_the_same(
     number: int, moment: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, save = 0, Store.save
