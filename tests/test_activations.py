@@ -288,12 +288,11 @@ def test_a_step_gives_every_learned_tensor_a_gradient_and_waits_for_nothing(kind
 def test_under_autocast_codes_are_those_of_float32() -> None:
     x = torch.linspace(0, 255, 256).to(torch.bfloat16)  # every integer to 255 is a bfloat16
     quantiser = started_quantiser(LSQ, 8, x.float())
-    quantiser.get_parameter("quantiser.step").data.fill_(1.001)
+    quantiser.get_parameter("quantiser.step").data.fill_(1.5)
     with torch.autocast("cpu", torch.bfloat16):
         quantised = quantiser(x)
-    assert quantised.dtype == torch.bfloat16
-    # Half a unit of bfloat16 in 255 is 0.5: nearer than that, the codes are x / 1.001 rounded.
-    assert (quantised.float() / 1.001 - (x.float() / 1.001).round()).abs().max() < 0.51
+    # 97 / 1.5 = 64.67 has the code 65; as a bfloat16 it is 64.5, which rounds to 64.
+    assert torch.equal(quantised, ((x.float() / 1.5).round() * 1.5).to(torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.isfinite(started(LSQ)(images())).all()
 

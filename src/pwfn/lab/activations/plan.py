@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import nn
@@ -106,13 +107,13 @@ def _row(cls: type[_Row], row: Any, where: str) -> _Row:
     types = get_type_hints(cls)
     _check_keys(row, tuple(types), where)
     for name, hint in types.items():
-        value, (low, high) = row[name], (2, 8) if name == "bits" else (1, float("inf"))
-        allowed = get_args(hint) or (hint,)
+        value, allowed = row[name], get_args(hint) or (hint,)
+        numbers, limits = (range(2, 9), "from 2 to 8") if name == "bits" else (range(1, 2**63), "above 0")
         # type() and not isinstance(): True is an int.
-        if type(value) not in allowed or (type(value) is int and not low <= value <= high):
-            names = " or ".join("null" if each is type(None) else each.__name__ for each in allowed)
-            limits = f" from {low} to {high}" if int in allowed else ""
-            raise LayoutError(f"{where}: {name} is {value!r}: it must be {names}{limits}")
+        if type(value) not in allowed or (type(value) is int and value not in numbers):
+            names = {int: f"an integer {limits}", str: "a string", bool: "true or false", NoneType: "null"}
+            wanted = " or ".join(names[each] for each in allowed)
+            raise LayoutError(f"{where}: {name} is {value!r}: it must be {wanted}")
     return cls(**row)
 
 
