@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pwfn.bayes.pwfn import Pwfn
 from test_checkpoint import CONFIG, STEPS, CutOffError, Shuffled, network
 from test_runs import QUICK, KilledError, options
 from torch import Tensor, nn
 
 from pwfn import Config, Progress, Result, compress
 from pwfn.bayes.method import InForce
-from pwfn.bayes.pwfn import Pwfn
 from pwfn.evaluate import trace
 from pwfn.evaluate.trace import (
     BINS_PER_OCTAVE,
