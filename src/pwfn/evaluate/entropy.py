@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pwfn.fixing import candidates as pow2
-from pwfn.fixing.unique import counted, distinct
+from pwfn.fixing.unique import unique, unique_counts
 from pwfn.layout import Entry, Kind, Layout
 
 
@@ -22,7 +22,7 @@ def entropy_bits(values: Tensor) -> float:
     >>> entropy_bits(torch.tensor([0.5, 0.5, 0.25, -0.25]))
     1.5
     """
-    return _entropy_bits(counted(values.reshape(-1))[1])
+    return _entropy_bits(unique_counts(values.reshape(-1))[1])
 
 
 def _entropy_bits(counts: Tensor) -> float:
@@ -49,7 +49,7 @@ class Pool:
         >>> Pool.of(torch.tensor([0.5, 0.5, 0.375, 0.0])).power_of_two_share
         0.75
         """
-        return cls._counted(*counted(values.reshape(-1)))
+        return cls._counted(*unique_counts(values.reshape(-1)))
 
     @classmethod
     def _counted(cls, values: Tensor, counts: Tensor) -> Pool:
@@ -83,7 +83,7 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
     First and last are the first and the last layer in the order in which the model defines them.
     """
     # One sort for all pools: what is left is counting small integers.
-    book, index = distinct(values.detach())
+    book, index = unique(values.detach())
     counts = {
         entry.name: torch.bincount(index[entry.span], minlength=book.numel()) for entry in layout.entries
     }
@@ -108,7 +108,7 @@ def orders(values: Tensor) -> dict[int, int]:
     >>> orders(torch.tensor([0.0, 0.5, -0.25, 0.375]))
     {0: 1, 1: 2, 2: 1}
     """
-    return _orders(*counted(values.reshape(-1)))
+    return _orders(*unique_counts(values.reshape(-1)))
 
 
 def _orders(distinct: Tensor, counts: Tensor) -> dict[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from pwfn.bayes.method import InForce
 from pwfn.evaluate.entropy import Pool
 from pwfn.fixing.fix_round import FixRecord, Move
-from pwfn.fixing.unique import counted
+from pwfn.fixing.unique import unique_counts
 from pwfn.layout import Entry, Kind, Layout
 from pwfn.zoo.data.epochs import generator_from
 
@@ -163,7 +163,7 @@ def _seen(
     wants_sample: bool,
 ) -> Observed:
     placed = weights.mu if weights.fixed is None else weights.mu[weights.fixed]
-    values, counts = counted(placed)
+    values, counts = unique_counts(placed)
     return Observed(
         moment,
         number,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pwfn.bayes import kernels as ops
 from pwfn.errors import LayoutError, WeightError
-from pwfn.fixing.unique import distinct
+from pwfn.fixing.unique import unique
 from pwfn.layout import Entry, Layout
 
 Divide = Callable[[Entry], tuple[int, int]]
@@ -229,7 +229,7 @@ class Compressed:
 
 
 def _whole(layout: Layout, values: Tensor) -> tuple[tuple[Tensor, ...], tuple[Division, ...], Tensor]:
-    codebook, indices = distinct(values)
+    codebook, indices = unique(values)
     return (codebook,), (Division(),) * len(layout.entries), indices
 
 
@@ -250,7 +250,7 @@ def _divided(
         share = values[entry.span].view(shape).tensor_split(parts, axis)
         divisions.append(Division(tuple(range(len(books), len(books) + parts)), axis))
         for where, part in zip(place, share, strict=True):
-            book, index = distinct(part.reshape(-1))
+            book, index = unique(part.reshape(-1))
             books.append(book)
             where.copy_(index.view(part.shape))
     return tuple(books), tuple(divisions), indices

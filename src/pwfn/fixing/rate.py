@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pwfn.config import ClusteringConfig, Rule
 from pwfn.fixing.select import Cut, FreeWeights, Near, cut, taken
-from pwfn.fixing.unique import counted
+from pwfn.fixing.unique import unique_counts
 
 
 class _Prices(NamedTuple):
@@ -51,7 +51,7 @@ class RatedWeights(FreeWeights):
     """Free weights for a rate above zero."""
 
     def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, config: ClusteringConfig):
-        values, counts = counted(mu[fixed])
+        values, counts = unique_counts(mu[fixed])
         self._held: dict[float, int] = dict(zip(values.tolist(), counts.tolist(), strict=True))
         self._total = sum(self._held.values())
         self._ballot: list[_Votes] | None = None  # of the grid and the prices as they are

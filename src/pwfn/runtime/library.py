@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pwfn.bayes.kernels.registration import define
+from pwfn.dispatch import define
 from pwfn.errors import WeightError
 from pwfn.runtime import reference
 

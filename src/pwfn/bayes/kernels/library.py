@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pwfn.bayes.kernels import reference
-from pwfn.bayes.kernels.registration import define
+from pwfn.dispatch import define
 
 SCHEMAS: dict[str, str] = {
     "draw": (

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pwfn.errors import DataError, LayoutError, PwfnError, cause
 from pwfn.file.compressed import Compressed
 from pwfn.fixing import candidates as pow2
-from pwfn.fixing.unique import distinct
+from pwfn.fixing.unique import unique
 from pwfn.layout.coverage import check_model
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -70,7 +70,7 @@ def count_products(
 
 def _codes(compressed: Compressed, model: nn.Module) -> dict[int, Tensor]:
     """By address of memory, for each of its numbers: 1 + 32 × entry + order of a weight, 0 for others."""
-    values, index = distinct(compressed.values())
+    values, index = unique(compressed.values())
     orders = torch.tensor([pow2.order(value) for value in values.tolist()], dtype=torch.int32)[index]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     codes: dict[int, Tensor] = {}
