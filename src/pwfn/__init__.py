@@ -22,7 +22,7 @@ from pwfn.errors import (
 )
 from pwfn.evaluate.targets import Choice, State
 from pwfn.file.compressed import Compressed
-from pwfn.file.format import load
+from pwfn.file.format import load, loads
 from pwfn.fixing.candidates import candidates
 from pwfn.fixing.fix_round import FixRecord, FixResult, FixStep, Move, fix_round
 from pwfn.layout import Layout
@@ -63,4 +63,5 @@ __all__ = [
     "fix_round",
     "initial_sigma",
     "load",
+    "loads",
 ]

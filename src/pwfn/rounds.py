@@ -36,7 +36,7 @@ from pwfn.evaluate import trace as observed
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.targets import State, check_target, choose
 from pwfn.file.compressed import Compressed
-from pwfn.file.format import dumps, load
+from pwfn.file.format import dumps, load, loads
 from pwfn.file.storage import replacing
 from pwfn.lab import baselines as methods
 from pwfn.lab.baselines import Method
@@ -345,7 +345,7 @@ class Run:
         progress.choice = choose(progress.states, progress.before, self.config.target)
         if progress.choice.round < len(self.plan):
             chosen = next(s for s in progress.states if s.round == progress.choice.round)
-            self.net.adopt(_read(chosen.content))
+            self.net.adopt(loads(chosen.content))
         self.advance()
 
     def reestimate(self) -> None:
