@@ -163,7 +163,7 @@ def lines(facts: FileFacts) -> list[str]:
     """The facts as text. Figures in favour of the file are rounded down, all others up."""
     powers = math.floor(1000 * facts.power_of_two_share) / 10
     rows = [
-        f"{facts.path}: {facts.file_bytes:,} bytes, {facts.weights:,} weights, {facts.unique:,} values",
+        f"{facts.path}: {facts.file_bytes:,} bytes for {facts.weights:,} weights of {facts.unique:,} values",
         f"bits per weight: {_up(facts.bits_per_weight)} on disk, {_up(facts.entropy_bits)} entropy",
         f"zero or a power of two: {powers:.1f}% of the weights",
         f"model: {facts.model or 'not named'}; posterior: {facts.posterior}; written by {facts.writer}",

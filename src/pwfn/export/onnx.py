@@ -59,8 +59,8 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     _check_packages()
     if "activations" in compressed.record:
         raise PwfnError(
-            "quantised or rectified activations are not written to ONNX: export the network to safetensors, "
-            "or run it in torch with apply_to"
+            "the network computes with quantised or rectified activations, which are not written to ONNX: "
+            "export it to safetensors, or run it in torch with apply_to"
         )
     module = compressed.apply_to(copy.deepcopy(model).float()).eval().cpu()
     example = example.detach().cpu()

@@ -24,6 +24,8 @@ from pwfn.file.content import Division
 from pwfn.layout import Attention, Entry, Kind, Layout, LeftOut
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
+PARENT = "\0"
+"""Stands for a layer that is named by what precedes the last dot of the tensor's name; never in a file."""
 
 _MOST_AXES = 16
 _MOST_VALUES = 2**24  # of a codebook
@@ -52,7 +54,7 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layer: str | None = None  # what stands before the last dot of the name
+    layer: str = PARENT
     type: str
     kind: Kind
     aliases: tuple[str, ...] = ()
@@ -83,7 +85,7 @@ class TensorInfo:
             self.shape,
             self.dtype,
             offset,
-            self.name.rpartition(".")[0] if self.layer is None else self.layer,
+            self.name.rpartition(".")[0] if self.layer == PARENT else self.layer,
             self.type,
             self.kind,
             aliases=self.aliases,

@@ -12,7 +12,7 @@ from typing import BinaryIO, TypeAlias
 from pwfn.errors import FileError
 from pwfn.file import coder, sigma_coder
 from pwfn.file.content import Content, Division, within
-from pwfn.file.header import SECTIONS, Codebooks, Header, Posterior, Section, Stored, TensorInfo
+from pwfn.file.header import PARENT, SECTIONS, Codebooks, Header, Posterior, Section, Stored, TensorInfo
 from pwfn.file.storage import replacing
 from pwfn.layout import Entry
 from pwfn.version import __version__
@@ -115,7 +115,7 @@ def _info(entry: Entry, division: Division, stream: bytes, own_table: bool) -> T
         name=entry.name,
         shape=entry.shape,
         dtype=entry.dtype,
-        layer=entry.layer if entry.layer != entry.name.rpartition(".")[0] else None,
+        layer=entry.layer if entry.layer != entry.name.rpartition(".")[0] else PARENT,
         type=entry.layer_type,
         kind=entry.kind,
         aliases=entry.aliases,
