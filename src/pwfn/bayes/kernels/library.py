@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pwfn.bayes.kernels import reference
-from pwfn.bayes.kernels.registration import define
 from pwfn.errors import WeightError
+from pwfn.runtime.dispatch import define
 
 P = ParamSpec("P")
 R = TypeVar("R")

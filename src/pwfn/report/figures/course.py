@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pwfn.evaluate.trace import Moment
-from pwfn.fixing.unique import counted
+from pwfn.fixing.unique import unique_counts
 from pwfn.report.figures.canvas import (
     INK,
     SERIES,
@@ -196,7 +196,7 @@ def _weights_per_centre(run: RunData) -> list[tuple[int, list[int]]]:
         if seen.moment is Moment.AFTER and seen.codebook
     ]
     if not found:
-        counts = counted(run.compressed.values())[1]
+        counts = unique_counts(run.compressed.values())[1]
         found = [(run.rounds[-1]["round"], sorted(counts.tolist(), reverse=True)[:1024])]
     return found
 
