@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 
-def shown(value: float | None, form: str = ",.0f") -> str:
-    """A number by a format specification; a dash for one that is missing.
+def shown(value: Any, form: str = ",.0f") -> str:
+    """A number by a format specification; a dash for anything else.
 
     >>> shown(74522), shown(0.5414, ".1%"), shown(None), shown(float("nan"))
     ('74,522', '54.1%', '–', '–')
     """
-    return format(value, form) if value is not None and math.isfinite(value) else "–"
+    return format(value, form) if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
 def size(number: int) -> str:
@@ -50,12 +50,12 @@ def power_of_two(exponent: int) -> str:
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: Any) -> str:
     """
     >>> duration(8.02), duration(600), duration(7300), duration(None)
     ('8 s', '10 min', '2 h 1 min', '–')
     """
-    if seconds is None:
+    if not isinstance(seconds, int | float):
         return "–"
     if seconds < 120:
         return f"{seconds:.0f} s"

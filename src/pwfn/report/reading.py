@@ -30,13 +30,13 @@ class Round(NamedTuple):
     """The network after a round; NaN for what a record does not have."""
 
     number: int  # from 1
+    file_bytes: int  # of a state: the whole network, had the run ended there; else 0
     fraction: float  # of the weights that are fixed
     accuracy: float
     entropy_bits: float
     unique: float
     zero_share: float
     power_of_two_share: float
-    file_bytes: int  # of a state: the whole network, had the run ended there; else 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class RunData:
     name: str  # of the folder; see `names` for several runs
     record: Mapping[str, Any]
     model: str
+    batch_size: int | None
+    machine: Mapping[str, Any]
     settings: Mapping[str, Any]  # by section, as recorded, possibly by another version
     before: float | None  # accuracy, a share
     after: float | None
@@ -109,7 +111,7 @@ class RunData:
     def asked(self) -> Mapping[str, Any]:
         """The names that the run was started with: in its record, or beside it if a table started it."""
         path = self.folder / ASKED
-        return {**(read_json(path) if path.is_file() else {}), **self.record.get("asked", {})}
+        return {**(read_json(path) if path.is_file() else {}), **dict(self.record.get("asked") or {})}
 
     @property
     def uncertainty(self) -> Mapping[str, Any] | None:
@@ -139,10 +141,12 @@ def read_run(folder: str | Path) -> RunData:
             name=Path(os.path.abspath(folder)).name,
             record=record,
             model=str(identity["model"]["name"]),
+            batch_size=(identity.get("data") or {}).get("batch_size"),
+            machine=dict(record.get("machine") or {}),
             settings=dict(identity["settings"]),
             before=_metric(record.get("before") or {}),
             after=_metric(after),
-            examples=after.get("examples"),
+            examples=int(after["examples"]) if after.get("examples") else None,
             rounds=tuple(map(_round, record.get("rounds") or ())),
             states=tuple(map(_round, record.get("states") or ())),
             compressed=load(folder / MODEL),
@@ -227,4 +231,4 @@ def _round(line: Mapping[str, Any]) -> Round:
         return math.nan if value is None else float(value)
 
     keys = ("fraction", "metric", "entropy_bits", "unique", "zero_share", "power_of_two_share")
-    return Round(int(line["round"]), *map(number, keys), int(line.get("file_bytes") or 0))
+    return Round(int(line["round"]), int(line.get("file_bytes") or 0), *map(number, keys))

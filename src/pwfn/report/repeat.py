@@ -111,20 +111,19 @@ def compress_command(run: RunData, settings: Settings) -> tuple[str, str]:
     Loaders of the user (``python:``) may have a batch size of their own: the option is then left out unless
     it was given.
     """
-    identity, asked = run.record["identity"], run.asked
-    data, weights = asked.get("data") or "DATA", asked.get("weights") or "WEIGHTS"
+    asked = run.asked
+    data, weights = str(asked.get("data") or "DATA"), str(asked.get("weights") or "WEIGHTS")
     options: dict[str, Any] = {"model": run.model, "data": data, "weights": weights}
     options["out"] = run.folder.name or "run"
-    batch_size = identity.get("data", {}).get("batch_size")
-    if not (data.startswith("python:") and batch_size == RunOptions.batch_size):
-        options["batch_size"] = batch_size
+    if not (data.startswith("python:") and run.batch_size == RunOptions.batch_size):
+        options["batch_size"] = run.batch_size
     options |= {
         key: asked.get(key) for key in ("test_batch_size", "classes", "holdout", "limit", "posterior")
     }
     words = [
         word for key, value in options.items() if value for word in (f"--{key.replace('_', '-')}", str(value))
     ]
-    start, processes = "pwfn compress", identity.get("processes", 1)
+    start, processes = "pwfn compress", run.record["identity"].get("processes", 1)
     if processes != 1:
         start = f"torchrun --nproc-per-node {shlex.quote(str(processes))} -m {start}"
     lines = [start]  # one option per line

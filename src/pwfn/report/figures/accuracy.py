@@ -68,9 +68,9 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
     return Figure(
         key="accuracy",
         title="Accuracy against size",
-        how_to_read="Up and to the left is better. "
-        + ("The dashed line joins the runs that no other beats in both. " if len(scored) > 1 else "")
-        + ("Small dots are the network as it would have been after each round." if states else ""),
+        how_to_read="Up and to the left is better."
+        + (" The dashed line joins the runs that no other beats in both." if len(scored) > 1 else "")
+        + (" Small dots are the network as it would have been after each round." if states else ""),
         alt=f"{several if len(scored) > 1 else ''}{'; '.join([*told, *before])}.",
         draw=draw,
         height=2.9,
