@@ -64,7 +64,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         if on
     ]
     before = [f"before compression {b:.2%} at {size(n)} in fp32" for n, b in sorted(originals)]
-    several = f"of {len(scored)} runs, those that no other beats in both accuracy and size: "
+    several = f"Of {len(scored)} runs, those that no other beats in both accuracy and size: "
     return Figure(
         key="accuracy",
         title="Accuracy against size",
