@@ -22,8 +22,8 @@ from pwfn.errors import FileError, PwfnError
 from pwfn.evaluate.trace import Moment, Trace
 from pwfn.file.storage import replacing
 from pwfn.lab import compare
-from pwfn.report.figures import canvas, sigmas
-from pwfn.report.reading import read_run
+from pwfn.report.figures import sigma, style
+from pwfn.report.reading import History, quantile, read_run, read_trace
 
 NAMES = ("alpha_resnet20", "collapse_resnet20")
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +62,7 @@ def keep(name: str, tables: Path, root: Path = ROOT) -> Path:
         }
         looks = [
             Trace(look.moment, look.round, look.fraction, look.sigma).to_plain()
-            for look in found.observed
+            for look in read_trace(found.folder)
             if look.sigma is not None and look.moment is not Moment.AFTER
         ]
         lines.append(json.dumps({"label": run.row.label, "settings": settings, "observed": looks}))
@@ -93,7 +93,7 @@ def table(name: str, root: Path = ROOT) -> str:
     ]
     rows = [head, ["---"] * len(head)]
     for run in runs:
-        medians = {look.round: sigmas.median(look) for look in run.observed}
+        medians = {look.round: f"{quantile(look.sigma, 0.5):.2g}" for look in run.observed if look.sigma}
         rows.append([run.label, *(medians.get(number, "–") for number in rounds)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -102,11 +102,17 @@ def draw(name: str, root: Path = ROOT) -> Path:
     """The figure as a picture."""
     runs = seen(name, root)
     several = len({run.rate for run in runs}) > 1
-    drawing = sigmas.collapse(runs, [f"rate {run.rate:g}" if several else "" for run in runs])
-    if drawing is None:
+    panels = []
+    for run in runs:
+        posterior = run.settings["posterior"]
+        cap = posterior["cap"] if posterior["learn_sigma"] else None
+        title = run.label.partition(",")[0] + (f", rate {run.rate:g}" if several else "")
+        panels.append(sigma.Panel(title, History.of(run.observed), cap))
+    figure = sigma.by_round(panels)
+    if figure is None:
         raise FileError(f"{kept(name, root)}: holds nothing that was seen before a fixing: keep it again")
     path = root / "docs" / f"{name}.png"
-    canvas.png(drawing, path)
+    style.png(figure, path)
     return path
 
 

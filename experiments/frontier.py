@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import targets
 
 from pwfn.errors import FileError, PwfnError
-from pwfn.report.figures import canvas
+from pwfn.report.figures import style
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -102,7 +102,7 @@ def _kind(method: str, folder: str, rows: Iterable[str]) -> str:
     return PWFN_QUICK if folder.endswith("_quick") else PWFN_ROWS
 
 
-def drawing(experiments: Path) -> canvas.Drawing:
+def drawing(experiments: Path) -> style.Figure:
     """The figure; a panel for each network of :data:`PANELS`."""
     found = points(experiments)
     asked = {target.name: target for target in targets.read(experiments / "targets.toml")}
@@ -128,7 +128,7 @@ def drawing(experiments: Path) -> canvas.Drawing:
         order = [kind for kind in KINDS if kind in handles]
         sheet.legend([handles[kind] for kind in order], order, loc="outside lower center", ncols=3)
 
-    return canvas.Drawing(
+    return style.Figure(
         key="frontier",
         title="Accuracy against bits",
         how_to_read=HOW_TO_READ,
@@ -169,9 +169,9 @@ def _panel(panel: Axes, own: Sequence[Point], target: targets.Target, start: flo
     least = 100 * target.least(start / 100)
     if target.bits is not None:
         panel.fill_between(
-            [0.5, target.bits], least, start + 1, color=canvas.SERIES[2], alpha=0.12, linewidth=0
+            [0.5, target.bits], least, start + 1, color=style.SERIES[2], alpha=0.12, linewidth=0
         )
-    panel.axhline(start, color=canvas.INK, linewidth=0.8, linestyle="--")
+    panel.axhline(start, color=style.INK, linewidth=0.8, linestyle="--")
     for number, (kind, (marker, size)) in enumerate(KINDS.items()):
         of_kind = [point for point in own if point.kind == kind]
         if of_kind:
@@ -183,7 +183,7 @@ def _panel(panel: Axes, own: Sequence[Point], target: targets.Target, start: flo
                 markersize=size,
                 markeredgewidth=0,
                 elinewidth=0.8,
-                color=canvas.SERIES[number],
+                color=style.SERIES[number],
                 label=kind,
             )
     panel.set_xscale("log", base=2)
@@ -197,7 +197,7 @@ def main() -> int:
     """The command; its status."""
     try:
         experiments = ROOT / "experiments"
-        canvas.png(drawing(experiments), ROOT / PICTURE, note=fingerprint(experiments))
+        style.png(drawing(experiments), ROOT / PICTURE, note=fingerprint(experiments))
     except PwfnError as error:
         print(f"frontier: {error}", file=sys.stderr)
         return error.exit_status

@@ -1,19 +1,18 @@
-"""The demo's network, compressed twice, as a report and as pictures.
+"""Compress the demo's network twice and write its report and pictures of it.
 
     python experiments/gallery.py --out gallery
 
-gallery/report.html      of the recommended settings, its uncertainty assessed
-gallery/runs.html        beside those of the paper
-gallery/figures/         every figure of the report, PNG
-gallery/*.png            the pages on a phone and on a desk, light and dark, where there is a Chromium
+gallery/report.html      the run with recommended settings, with its uncertainty
+gallery/runs.html        side by side with the run with the paper's settings
+gallery/figures/         every figure of the report as PNG
+gallery/*.png            the pages on a phone and on a desktop, light and dark, if there is a Chromium
 
-What was run is kept in gallery/runs and not run again.
+Finished runs in gallery/runs are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from chromium import Browser, find_browser
@@ -24,7 +23,7 @@ from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
 from pwfn.run import demo
 from pwfn.run.folder import run
-from pwfn.run.options import RunOptions, TrustOptions
+from pwfn.run.options import RunOptions
 from pwfn.run.scores import assess_file
 from pwfn.zoo import data
 
@@ -33,7 +32,7 @@ WIDTHS = (390, 1440)
 
 
 def main() -> None:
-    """Run what is not there yet, and draw everything."""
+    """Run what is missing, and draw everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gallery"))
     out: Path = parser.parse_args().out
@@ -44,7 +43,7 @@ def main() -> None:
     pictures = save_png([read_run(folders[0])], out / "figures")
     print(f"{out / 'figures'}: {len(pictures)} figures")
     if find_browser() is None:
-        print("no pictures of the pages: there is no Chromium here (Debian: apt install chromium)")
+        print("no pictures of the pages: Chromium is not installed (Debian: apt install chromium)")
         return
     with Browser() as browser:
         for page in pages:
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def compressed(runs: Path, preset: str) -> Path:
-    """The folder of a run of the demo's network with that preset, done and assessed."""
+    """The folder of a finished run of the demo's network with that preset, with its uncertainty."""
     folder, weights = runs / preset, runs / "digits_resnet.safetensors"
     if (folder / "uncertainty.json").exists():
         return folder
@@ -68,10 +67,8 @@ def compressed(runs: Path, preset: str) -> Path:
     options = RunOptions("digits_resnet", "digits", folder, str(weights), device="cpu", resume=True)
     run(options, config)
     scored = RunOptions("", "digits", folder, "", device="cpu")
-    facts, _ = assess_file(
-        folder / "model.pwfn", scored, TrustOptions(samples=20, original=str(weights), ood=("noise",))
-    )
-    (folder / "uncertainty.json").write_text(json.dumps(facts["uncertainty"], indent=1) + "\n")
+    out = folder / "uncertainty.json"
+    assess_file(folder / "model.pwfn", scored, original=str(weights), ood=["noise"], out=out)
     return folder
 
 
