@@ -27,6 +27,10 @@ class Scores:
     metric: float | None  # accuracy, 0 to 1, for classifiers; None where there is no metric
     examples: int
 
+    def __str__(self) -> str:
+        metric = "" if self.metric is None else f"{self.metric:.2%}, "
+        return f"{metric}loss {self.loss:.4g}, on {self.examples:,} examples"
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no NaN.
 

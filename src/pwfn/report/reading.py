@@ -14,7 +14,7 @@ from pwfn.evaluate.trace import Observed
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 
-MODEL, RECORD, LOG, OBSERVED = "model.pwfn", "record.json", "log.jsonl", "observed.jsonl"
+MODEL, RECORD, LOG, OBSERVED = "model.pwfn", "record.json", "log.jsonl", "trace.jsonl"
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pwfn import evaluate as uncertainty
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.objective import Objective
-from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.config import Precision
 from pwfn.errors import ConfigError, DataError, FileError
-from pwfn.evaluate import Assessment, Rival, Settling, assess, ensemble, open_outside, settled_by
+from pwfn.evaluate import calibration as uncertainty
+from pwfn.evaluate.assess import assess
+from pwfn.evaluate.assessment import Assessment, Rival
+from pwfn.evaluate.ensemble import ensemble
 from pwfn.evaluate.inspect import inspect
-from pwfn.evaluate.recalibration import why_not
+from pwfn.evaluate.ood import open_outside
+from pwfn.evaluate.recalibration import Settling, settled_by, why_not
+from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.file.storage import replacing
