@@ -10,18 +10,18 @@ import pytest
 from torch import nn
 
 from pwfn import cli
-from pwfn.lab.baselines import Look
+from pwfn.bayes.method import DataProbe
 
 Call = Callable[..., tuple[int, str, str]]
 
 
-def look_with(through: Callable[[nn.Module], object]) -> Look:
+def look_with(through: Callable[[nn.Module], object]) -> DataProbe:
     """For methods that ask, as they begin, for no more than to put a batch through a module."""
 
     def unasked(*_: object) -> Any:
         raise AssertionError("nobody should ask")
 
-    return Look(through, fisher=unasked, loss=unasked)
+    return DataProbe(through, loss=unasked)
 
 
 @pytest.fixture
