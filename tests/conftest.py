@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from torch import nn
 
+import pwfn.lab  # noqa: F401 - the baselines are known by name in every test
 from pwfn import cli
-from pwfn.bayes.method import DataProbe
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-def look_with(through: Callable[[nn.Module], object]) -> DataProbe:
-    """For methods that ask, as they begin, for no more than to put a batch through a module."""
-
-    def unasked(*_: object) -> Any:
-        raise AssertionError("nobody should ask")
-
-    return DataProbe(through, loss=unasked)
 
 
 @pytest.fixture

@@ -27,8 +27,7 @@ from pwfn.lab.activations import (
 from pwfn.lab.activations.attention import Rectification, attention
 from pwfn.lab.activations.similarity import similarity
 from pwfn.layout import Layout
-from pwfn.zoo.models import digits_resnet, ready_torchvision
-from pwfn.zoo.models.vit import VisionTransformer
+from pwfn.zoo.models import VisionTransformer, digits_resnet, ready_torchvision
 
 
 def own_vit() -> nn.Module:

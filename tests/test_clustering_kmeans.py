@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.cluster import KMeans
 from torch import Tensor
 from waiting import NoWaiting
 
@@ -22,12 +23,14 @@ def normal(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 0.05
 
 
-def scikit(weights: Tensor, start: Tensor, iterations: int = 300) -> KMeans:
-    model = KMeans(len(start), init=start.numpy()[:, None], n_init=1, max_iter=iterations, tol=0)
-    return model.fit(weights.numpy()[:, None])
+def scikit(weights: Tensor, start: Tensor, iterations: int = 300) -> Any:
+    cluster = pytest.importorskip("sklearn.cluster")
+    model = cluster.KMeans(len(start), init=start.numpy()[:, None], n_init=1, max_iter=iterations, tol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pytest.importorskip("sklearn.exceptions").ConvergenceWarning)
+        return model.fit(weights.numpy()[:, None])
 
 
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.parametrize(
     ("size", "count"), [(1, 1), (127, 1), (127, 4), (127, 16), (1025, 16), (1025, 64), (4097, 256)]
 )

@@ -40,7 +40,7 @@ from pwfn.report.figures import (
 )
 from pwfn.report.reading import RunData, names, read_run
 from pwfn.run.folder import run
-from pwfn.zoo.models.vit import VisionTransformer
+from pwfn.zoo.models import VisionTransformer
 
 SVG = "{http://www.w3.org/2000/svg}"
 PAPER_SIGMA: dict[str, Any] = {

@@ -14,7 +14,7 @@ from pwfn import Config, compress
 from pwfn.lab import baselines as methods
 from pwfn.lab.quantisers import LsqQuantiser
 from pwfn.lab.quantisers.together import LsqTogether, Part
-from pwfn.zoo.models.vit import VisionTransformer
+from pwfn.zoo.models import VisionTransformer
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[tuple[int, ...], int, int | None]] = [

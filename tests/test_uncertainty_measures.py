@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn import metrics as sk
-from sklearn.calibration import calibration_curve
 from torch import Tensor
 
 from pwfn.errors import DataError
@@ -147,6 +145,7 @@ def test_a_probability_next_to_one_is_not_rounded_to_one() -> None:
     ("seed", "n", "classes", "sharp"), [(0, 1, 2, 1.0), (1, 127, 2, 3.0), (2, 1025, 10, 6.0)]
 )
 def test_scikit_learn_agrees_on_proper_scores(seed: int, n: int, classes: int, sharp: float) -> None:
+    sk = pytest.importorskip("sklearn.metrics")
     log_p, y = predictions(seed, n, classes, sharp)
     p, labels = log_p.exp().numpy(), list(range(classes))
     assert accuracy(log_p.exp(), y) == pytest.approx(sk.accuracy_score(y, p.argmax(1)))
@@ -157,6 +156,7 @@ def test_scikit_learn_agrees_on_proper_scores(seed: int, n: int, classes: int, s
 
 @pytest.mark.parametrize(("seed", "bins", "each"), [(0, 15, 10), (1, 10, 37), (2, 3, 1)])
 def test_scikit_learn_agrees_on_bins_of_equal_mass(seed: int, bins: int, each: int) -> None:
+    calibration_curve = pytest.importorskip("sklearn.calibration").calibration_curve
     log_p, y = predictions(seed, bins * each)
     confidence, predicted = log_p.exp().max(1)
     true, said = calibration_curve(
@@ -204,8 +204,9 @@ def test_others_agree_on_auroc_and_fpr95(inside: int, outside: int, values: int)
     b = (torch.randint(0, values, (outside,), generator=generator) / values + 0.2).clamp(0, 1)
     is_outside = torch.cat((torch.zeros(inside), torch.ones(outside))).long()
     scores = torch.cat((a, b))
-    assert auroc(a, b) == pytest.approx(sk.roc_auc_score(is_outside, scores), rel=1e-12)
     assert auroc(a, b) == pytest.approx(float(binary_auroc(scores, is_outside)), abs=1e-6)
+    sk = pytest.importorskip("sklearn.metrics")
+    assert auroc(a, b) == pytest.approx(sk.roc_auc_score(is_outside, scores), rel=1e-12)
     # One's own data as the positive ones, and the less uncertain the more positive.
     false, true, _ = sk.roc_curve(1 - is_outside, -scores, drop_intermediate=False)
     assert false_positive_rate(a, b) == pytest.approx(false[true >= 0.95 - 1e-12].min(), rel=1e-12)

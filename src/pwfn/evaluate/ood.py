@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, cause
 from pwfn.zoo import data
-from pwfn.zoo.data import Data, DataOptions, Epochs, Loader, TensorLoader
-from pwfn.zoo.data.epochs import seed_from
+from pwfn.zoo.data import Data, DataOptions, Epochs, TensorLoader
 
 _GREY = 1  # channels
 _LARGEST = 255
@@ -135,7 +135,7 @@ def _changed(spec: str, own: Data, options: DataOptions, kind: Kind, strength: f
 
 
 @dataclass(eq=False)
-class Changed(Loader):
+class Changed(Epochs):
     """The images of another loader, each changed, without their labels.
 
     Images are brought back to [0, 1] by ``x std + mean``, changed there, and normalised again.

@@ -28,8 +28,8 @@ class Scores:
     examples: int
 
     def __str__(self) -> str:
-        metric = "" if self.metric is None else f"{self.metric:.2%}, "
-        return f"{metric}loss {self.loss:.4g}, on {self.examples:,} examples"
+        of = f"{self.examples:,} examples (loss {self.loss:.4g})"
+        return of if self.metric is None else f"{self.metric:.2%} of {of}"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no NaN.

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from pwfn.bayes.method import WeightState
+from pwfn.config.seeds import generator_from
 from pwfn.evaluate.entropy import Pool
 from pwfn.fixing.record import FixRecord, Move
 from pwfn.fixing.unique import counted
 from pwfn.layout import Entry, Kind, Layout
-from pwfn.zoo.data.epochs import generator_from
 
 BINS_PER_OCTAVE = 8
 """A sigma lies in bin ``floor(8 * log2 sigma)``: each is 9 % wide."""

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch, Stream
 from pwfn.config import TrainingConfig
+from pwfn.config.seeds import generator_from
 from pwfn.errors import ConfigError, DataError, cause
-from pwfn.zoo.data.epochs import generator_from
 
 
 def is_wanted(config: TrainingConfig) -> bool:
