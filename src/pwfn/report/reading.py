@@ -20,7 +20,7 @@ from pwfn.evaluate.trace import Moment, Trace
 from pwfn.evaluate.trace import Sample as Sample
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
-from pwfn.fixing.fix_round import Move as Move
+from pwfn.fixing.record import Move as Move
 
 MODEL, RECORD, LOG, TRACE = "model.pwfn", "record.json", "log.jsonl", "trace.jsonl"
 UNCERTAINTY, ASKED = "uncertainty.json", "asked.json"

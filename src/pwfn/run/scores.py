@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.objective import Objective
-from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.config import Precision
 from pwfn.errors import ConfigError, DataError, FileError, WeightError
 from pwfn.evaluate import calibration
@@ -24,6 +23,7 @@ from pwfn.evaluate.ensemble import ensemble
 from pwfn.evaluate.inspect import inspect
 from pwfn.evaluate.ood import open_ood
 from pwfn.evaluate.recalibration import Recalibration, why_not
+from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.file.storage import replacing

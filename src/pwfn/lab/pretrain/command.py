@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from pwfn.bayes.distributed import usable_device
-from pwfn.evaluate.score import finite
 from pwfn.errors import FileError, PwfnError
+from pwfn.evaluate.score import finite
 from pwfn.file.storage import replacing
 from pwfn.lab.pretrain.loop import Epoch, train, untrained
 from pwfn.lab.pretrain.recipe import Recipe, recipe_for

@@ -16,11 +16,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.objective import Objective
-from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.bayes.randomness import seeded
 from pwfn.bayes.train import Average
 from pwfn.config import Precision, TrainingConfig
 from pwfn.errors import DataError, DivergedError
+from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.lab.pretrain.augmentation import cutout, mixed
 from pwfn.lab.pretrain.recipe import Optimizer, Recipe, rise_and_fall
 from pwfn.zoo import models

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pwfn.fixing.unique import counted
+from pwfn.fixing.unique import unique_counts
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
 from pwfn.report.formats import short, shown, thousands
@@ -89,7 +89,7 @@ def schedule(run: RunData) -> Figure | None:
         return None
     books = run.history.codebooks
     if not books:  # the trace is missing: the file has the last one
-        counts = sorted(counted(run.compressed.values())[1].tolist(), reverse=True)
+        counts = sorted(unique_counts(run.compressed.values())[1].tolist(), reverse=True)
         books = ((run.rounds[-1].number, tuple(counts[:1024])),)
     rounds = [done.number for done in run.rounds]
     fixed, zeros, powers = (
