@@ -77,7 +77,7 @@ def run(
     run's folder is missing, from its result file. A run that fails does not stop the others;
     ``table.status`` is then 1.
     """
-    work = _Work(plan, out, device, commit or git_commit(Path(__file__)), say)
+    work = _Work(plan, out, device, commit, say)
     if table_only:
         for each in plan.runs():
             work.measure(each, unfinished(each, out / each.place))
@@ -182,7 +182,8 @@ class _Work:
         try:
             kept, other = kept_result(run, path)
             if why_not is None and (kept is None or kept["file_sha256"] != digest(file)):
-                kept = measure(run, folder, device=self.device, commit=self.commit)
+                commit = self.commit or git_commit(Path(__file__))
+                kept = measure(run, folder, device=self.device, commit=commit)
                 make_folder(path.parent)
                 write(path, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
             elif why_not is not None and file.exists():
