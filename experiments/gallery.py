@@ -24,7 +24,7 @@ from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
 from pwfn.run import demo
 from pwfn.run.folder import run
-from pwfn.run.options import RunOptions
+from pwfn.run.options import RunOptions, TrustOptions
 from pwfn.run.scores import assess_file
 from pwfn.zoo import data
 
@@ -68,7 +68,9 @@ def compressed(runs: Path, preset: str) -> Path:
     options = RunOptions("digits_resnet", "digits", folder, str(weights), device="cpu", resume=True)
     run(options, config)
     scored = RunOptions("", "digits", folder, "", device="cpu")
-    facts, _ = assess_file(folder / "model.pwfn", scored, original=str(weights), ood=["noise"])
+    facts, _ = assess_file(
+        folder / "model.pwfn", scored, TrustOptions(samples=20, original=str(weights), ood=("noise",))
+    )
     (folder / "uncertainty.json").write_text(json.dumps(facts["uncertainty"], indent=1) + "\n")
     return folder
 

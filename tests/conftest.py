@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from torch import nn
 
+import pwfn.lab  # noqa: F401 - the baselines are known by name in every test
 from pwfn import cli
-from pwfn.lab.baselines import Look
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-def look_with(through: Callable[[nn.Module], object]) -> Look:
-    """For methods that ask, as they begin, for no more than to put a batch through a module."""
-
-    def unasked(*_: object) -> Any:
-        raise AssertionError("nobody should ask")
-
-    return Look(through, fisher=unasked, loss=unasked)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from pwfn import Config, ConfigError, DataError, compress
 from pwfn.bayes.batches import Batch, Source, Stream
 from pwfn.config import TrainingConfig
+from pwfn.config.seeds import generator_from
 from pwfn.lab.pretrain.augmentation_batches import augmented, blanked, blend, patch, probabilities
-from pwfn.zoo.data.epochs import generator_from
 
 
 def blended(batches: Stream, share: float, seed: int, where: str) -> Iterator[Batch]:

@@ -33,7 +33,7 @@ from pwfn.lab.costs import (
     count_products,
 )
 from pwfn.layout import untouched
-from pwfn.zoo.models.names import OWN
+from pwfn.zoo.models import OWN
 
 VALUES = torch.tensor([0.0, 0.5, -0.25, 0.375, 0.6875, 0.3])  # orders 0, 1, 1, 2, 3, and many
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pwfn.bayes.pwfn import Pwfn
 from safetensors.torch import save_file
 from torch import nn
 
 from pwfn import Config, DataError, PwfnError
-from pwfn.bayes.pwfn import Pwfn
 from pwfn.errors import TooLargeError
 from pwfn.run.folder import run
 from pwfn.run.forecast import Forecast, forecast

@@ -22,7 +22,7 @@ from torch import nn
 
 from pwfn import Compressed, Config, FileError, Layout, PwfnError, load
 from pwfn.evaluate.entropy import entropy_bits, per_attention_part
-from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Observed
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Trace
 from pwfn.fixing.fix_round import Move
 from pwfn.layout import untouched
 from pwfn.report.figures import (
@@ -40,7 +40,7 @@ from pwfn.report.figures import (
 )
 from pwfn.report.reading import RunData, names, read_run
 from pwfn.run.folder import run
-from pwfn.zoo.models.vit import VisionTransformer
+from pwfn.zoo.models import VisionTransformer
 
 SVG = "{http://www.w3.org/2000/svg}"
 PAPER_SIGMA: dict[str, Any] = {
@@ -299,8 +299,8 @@ def made(runs: list[RunData], **changes: Any) -> RunData:
 def test_distances_by_round_are_those_of_the_moves(runs: list[RunData]) -> None:
     """Round 1: 10 weights by 0.1 and 30 by 0.3, 10 of them from zero; round 2: one centre within 0.015."""
     observed = (
-        Observed(Moment.AFTER, 1, 0.5, moves=(Move(0.25, 10, 0.1, 0.4, 0), Move(0.5, 30, 0.3, 0.9, 10))),
-        Observed(Moment.AFTER, 2, 1.0, moves=(Move(-0.5, 4, 0.01, 0.02, 0), Move(0.0, 3, 0.0, 0.0, 3))),
+        Trace(Moment.AFTER, 1, 0.5, moves=(Move(0.25, 10, 0.1, 0.4, 0), Move(0.5, 30, 0.3, 0.9, 10))),
+        Trace(Moment.AFTER, 2, 1.0, moves=(Move(-0.5, 4, 0.01, 0.02, 0), Move(0.0, 3, 0.0, 0.0, 3))),
     )
     drawing = distances.distances(made(runs, observed=observed))
     assert drawing is not None

@@ -37,7 +37,7 @@ from pwfn.report.repeating import Settings, command, toml
 from pwfn.report.tables import Cell, Column, bar, percent, table
 from pwfn.report.top import size
 from pwfn.run.folder import run
-from pwfn.run.options import RunOptions, settings
+from pwfn.run.options import RunOptions, TrustOptions, settings
 from pwfn.run.scores import assess_file
 from pwfn.zoo import models
 
@@ -55,7 +55,7 @@ def make_run(folder: Path, changes: dict[str, Any] | None = None) -> Path:
     options = RunOptions("digits_resnet", "digits", folder, "random", device="cpu", batch_size=64)
     run(options, Config().override({**SMALL, **(changes or {})}))
     scored = RunOptions("", "digits", folder, "", device="cpu")
-    facts, _ = assess_file(folder / "model.pwfn", scored, ood=["noise"], samples=2)
+    facts, _ = assess_file(folder / "model.pwfn", scored, TrustOptions(samples=2, ood=("noise",)))
     (folder / "uncertainty.json").write_text(json.dumps(facts["uncertainty"]))
     return folder
 

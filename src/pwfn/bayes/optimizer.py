@@ -162,7 +162,7 @@ class _Flat(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for parameter in (self.flat.net.free_mu, self.flat.net.free_sigma):
             for name, vector in self.state[parameter].items():
-                if vector.numel() != self.flat.free:
+                if vector.dim() == 1 and vector.numel() != self.flat.free:
                     raise WeightError(
                         f"{name} belongs to {vector.numel():,} free weights, and the network has "
                         f"{self.flat.free:,}: load the network's state first, then make the optimiser"
@@ -245,6 +245,8 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
         groups = net.parameter_groups(lr=lr, sigma_lr=sigma_lr, weight_decay=weight_decay)
         torch.optim.AdamW.__init__(self, groups, lr=lr, betas=betas, fused=_fused(groups))
         self._prepare(net, clip_norm, dtype, seed, "mean", "square")
+        for parameter in (net.free_mu, net.free_sigma):
+            self.state[parameter]["step"] = torch.zeros(())  # torch expects one with every state
 
     @torch.no_grad()
     def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure

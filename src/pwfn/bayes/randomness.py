@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pwfn.zoo.data.epochs import seed_from
+from pwfn.config.seeds import seed_from
 
 
 def rank_seed(seed: int, rank: int) -> int:

@@ -13,7 +13,7 @@ from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import DataProbe, Method
 from pwfn.bayes.objective import Objective, autocast, evaluating
-from pwfn.zoo.data.epochs import seed_from
+from pwfn.config.seeds import seed_from
 
 _BATCHES = 8
 

@@ -195,7 +195,8 @@ class _Stepper:
     def restore(self, start: PhaseState) -> None:
         """Momenta and loss scale of a snapshot; learning rates are those of the settings."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(start.optimizer)
+        # A copy: torch would go on with the snapshot's own tensors, and change them.
+        self.optimizer.load_state_dict(copy.deepcopy(start.optimizer))
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = group["initial_lr"] = rate
         self.scaler.load_state_dict(start.scaler)

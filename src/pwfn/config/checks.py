@@ -85,7 +85,7 @@ class Fractions:
 
     def __call__(self, value: Any) -> tuple[float, ...]:
         """The checked value; ValueError where it is not allowed."""
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
             raise ValueError
         inside = Number(0, 1, above_low=True)
         numbers = tuple(inside(item) for item in value)
@@ -106,7 +106,7 @@ class Epochs:
     def __call__(self, value: Any) -> float | tuple[float, ...]:
         """The checked value; ValueError where it is not allowed."""
         each = Number(0)
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
             return float(each(value))
         numbers = tuple(each(item) for item in value)
         if not numbers:
@@ -124,7 +124,7 @@ class Selectors:
 
     def __call__(self, value: Any) -> tuple[str, ...]:
         """The checked value; ValueError where it is not allowed."""
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
             raise ValueError
         return tuple(self._selector(item) for item in value)
 

@@ -68,7 +68,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     finish: FinishConfig = field(default_factory=FinishConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHOD_DEFAULTS:
@@ -117,14 +117,14 @@ class Config:
         return config.override({**METHOD_DEFAULTS[method], **PRESETS[name]})
 
     def override(self, changes: Mapping[str, Any]) -> Self:
-        """A copy with ``{"section.name": value}`` changed; unknown names get a suggestion."""
+        """A copy with ``{"section.name": value}`` changed; of two changes of one setting the later wins."""
         tables: dict[str, Any] = {}
         for key, value in changes.items():
-            section, _, name = str(key).partition(".")
-            if not name:
-                tables[section] = value
-            elif isinstance(tables.setdefault(section, {}), dict):
-                tables[section][name] = value
+            section, dot, name = str(key).partition(".")
+            new = {name: value} if dot else value
+            held = tables.get(section, {})
+            held = vars(held) if isinstance(held, Section) else held
+            tables[section] = {**held, **new} if isinstance(new, Mapping) else new
         return self._merged(tables)
 
     def _merged(self, tables: Mapping[str, Any]) -> Self:

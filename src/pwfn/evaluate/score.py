@@ -27,6 +27,10 @@ class Scores:
     metric: float | None  # accuracy, 0 to 1, for classifiers; None where there is no metric
     examples: int
 
+    def __str__(self) -> str:
+        of = f"{self.examples:,} examples (loss {self.loss:.4g})"
+        return of if self.metric is None else f"{self.metric:.2%} of {of}"
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no NaN.
 

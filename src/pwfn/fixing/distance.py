@@ -8,7 +8,8 @@ from torch import Tensor
 def distance(mu: Tensor, sigma: Tensor, centre: Tensor | float, floor: float = 2**-30) -> Tensor:
     """``D = |mu - c| / max(sigma, floor)`` (paper, eq. 6).
 
-    >>> distance(torch.tensor([0.5, 0.3]), torch.tensor([0.25, 0.0]), 0.25, floor=0.1).tolist()
+    >>> import torch
+    >>> distance(torch.tensor([0.5, 0.375]), torch.tensor([0.25, 0.0]), 0.25, floor=0.25).tolist()
     [1.0, 0.5]
     """
     return (mu - centre).abs_().div_(sigma.clamp_min(floor))

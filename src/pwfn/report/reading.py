@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pwfn.errors import FileError
-from pwfn.evaluate.trace import Observed
+from pwfn.evaluate.trace import Trace
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 
@@ -28,7 +28,7 @@ class RunData:
     epochs: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any]  # section by section, as Config.to_dict gives them; maybe of another version
     compressed: Compressed  # model.pwfn
-    observed: tuple[Observed, ...] = ()  # none where an earlier version ran it
+    observed: tuple[Trace, ...] = ()  # none where an earlier version ran it
 
     @property
     def file(self) -> Path:
@@ -76,11 +76,11 @@ def names(runs: Sequence[RunData]) -> list[str]:
     return [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
 
 
-def _observed(path: Path) -> tuple[Observed, ...]:
+def _observed(path: Path) -> tuple[Trace, ...]:
     found = []
     for number, text in _lines(path):
         try:
-            found.append(Observed.of_plain(_parsed(path, text, number)))
+            found.append(Trace.of_plain(_parsed(path, text, number)))
         except (KeyError, TypeError, ValueError) as error:
             raise FileError(
                 f"{path}: line {number} is not what a run writes: remove the file to do without it"

@@ -20,7 +20,7 @@ from pwfn.bayes.train import Fitting
 from pwfn.errors import FileError
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.targets import Choice, State
-from pwfn.evaluate.trace import Observed
+from pwfn.evaluate.trace import Trace
 from pwfn.file.storage import make_folder, replacing
 from pwfn.fixing.record import FixRecord, FixStep, Move
 from pwfn.progress import Progress, Round
@@ -132,7 +132,7 @@ def from_plain(plain: Mapping[str, Any]) -> Progress:
         fitting=Fitting(*plain["fitting"]) if plain["fitting"] else None,
         seconds=plain["seconds"],
         optimizer=plain["optimizer"],
-        start=Observed.of_plain(plain["start"]) if plain["start"] else None,
+        start=Trace.of_plain(plain["start"]) if plain["start"] else None,
     )
 
 
@@ -159,7 +159,7 @@ def _round(plain: Mapping[str, Any]) -> Round:
     scores = Scores(**plain["scores"]) if plain["scores"] else None
     quartiles = tuple(plain["sigma_quartiles"]) if plain["sigma_quartiles"] else None
     changed = {"fix": record, "fixed": Pool(**plain["fixed"]), "scores": scores, "sigma_quartiles": quartiles}
-    observed = tuple(Observed.of_plain(seen) for seen in plain["observed"])
+    observed = tuple(Trace.of_plain(seen) for seen in plain["observed"])
     return Round(**{**plain, **changed, "observed": observed})
 
 

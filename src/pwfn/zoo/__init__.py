@@ -1,1 +1,1 @@
-"""Models and data sets by name."""
+"""Networks and data sets by name; nothing else in pwfn imports timm or torchvision."""

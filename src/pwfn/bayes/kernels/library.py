@@ -1,98 +1,143 @@
-"""The operations as torch sees them: one schema each, plain torch as default, kernels over it.
+"""The operations as torch sees them, ``torch.ops.pwfn.<name>``, and the public function that calls each.
 
-``torch.ops.pwfn.<name>`` runs the reference on every device. Where Triton is installed, its kernels
-are registered over it for CUDA; where it is not, the reference stays in force there too. Triton
-itself is imported with the first call on a CUDA tensor.
+The argument list of an operation is written once, in ``reference``: the schema and the signature of the
+public function are derived from it. The reference runs on every device. Where Triton is installed, the
+kernels of ``triton`` are registered over it for CUDA; they are imported at the first call on a CUDA tensor.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from pwfn.bayes.kernels import reference
 from pwfn.bayes.kernels.registration import define
+from pwfn.errors import WeightError
 
-SCHEMAS: dict[str, str] = {
-    "draw": (
-        "(Tensor free_mu, Tensor free_sigma, Tensor fixed, Tensor fixed_mu, Tensor fixed_sigma, "
-        "int seed, int step, bool noise_on_fixed, ScalarType dtype) -> Tensor"
-    ),
-    "draw_": (
-        "(Tensor(a!) out, Tensor free_mu, Tensor free_sigma, Tensor fixed, Tensor fixed_mu, "
-        "Tensor fixed_sigma, int seed, int step, bool noise_on_fixed) -> ()"
-    ),
-    "draw_backward": "(Tensor grad_w, Tensor fixed, int seed, int step) -> (Tensor, Tensor)",
-    "grad_squared_norm": "(Tensor grad_w, Tensor fixed, int seed, int step) -> Tensor",
-    "sgd_": (
-        "(Tensor(a!) free_mu, Tensor(b!) free_sigma, Tensor(c!) momentum_mu, Tensor(d!) momentum_sigma, "
-        "Tensor grad_w, Tensor fixed, Tensor offsets, Tensor scale, float lr, float sigma_lr, "
-        "float momentum, float weight_decay, float alpha, float cap, int seed, int step) -> ()"
-    ),
-    "adamw_": (
-        "(Tensor(a!) free_mu, Tensor(b!) free_sigma, Tensor(c!) mean_mu, Tensor(d!) mean_sigma, "
-        "Tensor(e!) square_mu, Tensor(f!) square_sigma, Tensor grad_w, Tensor fixed, Tensor offsets, "
-        "Tensor scale, float lr, float sigma_lr, float beta1, float beta2, float epsilon, "
-        "float weight_decay, float alpha, float cap, int count, int seed, int step) -> ()"
-    ),
-}
-"""Of each operation the schema, in which a ! marks what it writes to."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("pwfn", "DEF")
 
+_SGD_STATE = ("momentum_mu", "momentum_sigma")
+_ADAMW_STATE = ("mean_mu", "mean_sigma", "square_mu", "square_sigma")
+_STATE = {*_SGD_STATE, *_ADAMW_STATE}
 
-def _define(name: str) -> Any:
-    return define(_LIBRARY, name, SCHEMAS[name], getattr(reference, name), "pwfn.bayes.kernels.triton")
+_NEEDED = {
+    "offsets": "the int64 vector that free_offsets(fixed) returns",
+    "scale": "a floating-point scalar",
+    "grad_w": "a floating-point vector of one entry per weight",
+    **dict.fromkeys(
+        ("out", "free_mu", "free_sigma", "fixed_mu", "fixed_sigma"),
+        "a contiguous floating-point vector of one entry per weight",
+    ),
+    **dict.fromkeys(_STATE, "a contiguous floating-point vector of one entry per free weight"),
+}
+"""What each tensor argument other than ``fixed`` must be."""
 
 
-draw = _define("draw")
-draw_ = _define("draw_")
-draw_backward = _define("draw_backward")
-grad_squared_norm = _define("grad_squared_norm")
-sgd_ = _define("sgd_")
-adamw_ = _define("adamw_")
+def _operation(
+    function: Callable[P, R], fake: Callable[..., R | None], writes: tuple[str, ...] = ()
+) -> Callable[P, R]:
+    """Define ``torch.ops.pwfn.<name>`` from a reference, and return the function that checks and calls it.
+
+    ``fake`` returns empty results of the right shape and type, for tracing. ``writes`` names the
+    arguments that are written in place; autograd does not record an operation that has any.
+    """
+    name, parameters = function.__name__, tuple(inspect.signature(function).parameters)
+    schema = torch.library.infer_schema(function, mutates_args=writes)
+    run = define(_LIBRARY, name, schema, function, "pwfn.bayes.kernels.triton")
+    torch.library.register_fake(f"pwfn::{name}", fake, lib=_LIBRARY)
+
+    @wraps(function)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: dict[str, Any] = dict(zip(parameters, args, strict=False))
+        _check(**given | kwargs)
+        return run(*args, **kwargs)
+
+    return torch.no_grad()(operation) if writes else operation
 
 
-def _empty_draw(free_mu: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(free_mu, dtype=rest[-1])
+def _check(*, fixed: Tensor, seed: int, step: int, count: int = 1, **others: Any) -> None:
+    """Raise before a kernel could access memory outside a vector.
+
+    That the state has as many entries as there are free weights is not checked here: the count is on
+    the device, and to read it would wait for it. The kernels do not access the state past its end.
+    """
+    if fixed.dim() != 1 or fixed.dtype != torch.bool or not fixed.is_contiguous():
+        raise _misfit("fixed", fixed, "a contiguous vector of bool")
+    shape, device, state = fixed.shape, fixed.device, None
+    for name, value in others.items():
+        if name not in _NEEDED:  # a number: the schema has its type
+            continue
+        fits = value.device == device and (name == "grad_w" or value.is_contiguous())
+        if name == "offsets":
+            fits &= value.dtype == torch.int64 and value.shape == (-(-fixed.numel() // reference.BLOCK),)
+        elif name == "scale":
+            fits &= value.is_floating_point() and value.dim() == 0
+        elif name in _STATE:
+            state = state or value.shape
+            fits &= value.is_floating_point() and value.shape == state
+            fits &= value.dim() == 1 and value.numel() <= fixed.numel()
+        else:
+            fits &= value.is_floating_point() and value.shape == shape
+        if not fits:
+            needed = f"{_NEEDED[name]}, on {device} as fixed is, which has {fixed.numel():,} weights"
+            raise _misfit(name, value, needed)
+    if not (0 <= seed < 2**63 and 0 <= step < 2**63):
+        raise WeightError(f"seed is {seed} and step is {step}: both must be between 0 and 2^63 - 1")
+    if count < 1:
+        raise WeightError(f"count is {count}: the first step of AdamW has count 1")
 
 
-def _empty_gradients(grad_w: Tensor, fixed: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
+def _misfit(name: str, tensor: Tensor, needed: str) -> WeightError:
+    kind = f"{'' if tensor.is_contiguous() else 'strided '}{tensor.dtype} tensor"
+    return WeightError(
+        f"{name} is a {kind} of shape {tuple(tensor.shape)} on {tensor.device}: it must be {needed}"
+    )
+
+
+def _fake_draw(free_mu: Tensor, *_: Tensor, dtype: torch.dtype | None = None, **numbers: int) -> Tensor:
+    return torch.empty_like(free_mu, dtype=dtype)
+
+
+def _fake_gradients(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
     made = torch.empty(grad_w.shape, dtype=reference.wide(grad_w.dtype), device=grad_w.device)
     return made, torch.empty_like(made)
 
 
-def _empty_scalar(grad_w: Tensor, fixed: Tensor, seed: int, step: int) -> Tensor:
-    return torch.empty((), dtype=torch.float64, device=grad_w.device)
+def _fake_norm(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> Tensor:
+    return grad_w.new_empty((), dtype=torch.float64)
 
 
-def _nothing(*args: Any) -> None:
-    """What an operation that writes in place returns."""
+def _fake_nothing(*tensors: Tensor, **numbers: float) -> None:
+    """The result of an operation that writes in place."""
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    free_mu, free_sigma, fixed, _, _, ctx.seed, ctx.step, _, _ = inputs
+draw = _operation(reference.draw, _fake_draw)
+draw_ = _operation(reference.draw_, _fake_nothing, writes=("out",))
+draw_backward = _operation(reference.draw_backward, _fake_gradients)
+grad_squared_norm = _operation(reference.grad_squared_norm, _fake_norm)
+sgd_ = _operation(reference.sgd_, _fake_nothing, writes=("free_mu", "free_sigma", *_SGD_STATE))
+adamw_ = _operation(reference.adamw_, _fake_nothing, writes=("free_mu", "free_sigma", *_ADAMW_STATE))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    free_mu, free_sigma, fixed, *_ = inputs
+    ctx.seed, ctx.step = keyword_only_inputs["seed"], keyword_only_inputs["step"]
     ctx.dtypes = free_mu.dtype, free_sigma.dtype
     ctx.save_for_backward(fixed)
 
 
 def _gradients(ctx: Any, grad_w: Tensor) -> tuple[Tensor | None, ...]:
-    """To the free mu and sigma only; the noise is made again, so nothing but the mask was kept."""
-    grad_mu, grad_sigma = draw_backward(grad_w, *ctx.saved_tensors, ctx.seed, ctx.step)
-    return grad_mu.to(ctx.dtypes[0]), grad_sigma.to(ctx.dtypes[1]), *(None,) * 7
+    """Of free_mu and free_sigma only; the noise is recomputed, so only the mask was saved."""
+    grads = torch.ops.pwfn.draw_backward(grad_w, *ctx.saved_tensors, seed=ctx.seed, step=ctx.step)
+    return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "draw": _empty_draw,
-    "draw_": _nothing,
-    "draw_backward": _empty_gradients,
-    "grad_squared_norm": _empty_scalar,
-    "sgd_": _nothing,
-    "adamw_": _nothing,
-}
-for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"pwfn::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("pwfn::draw", _gradients, setup_context=_remember, lib=_LIBRARY)

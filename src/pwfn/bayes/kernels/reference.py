@@ -1,8 +1,20 @@
-"""Plain torch, one line per formula: the truth that every kernel is compared with.
+"""The hot operations on flat vectors in plain torch: the truth that every kernel is compared with.
 
-The noise of a step is made anew wherever it is needed, from a generator seeded by (seed, step); on
-a CPU the latest is kept at hand. Arithmetic is in float32, or in float64 where a vector is float64.
-An optimiser's state (momenta and the like) is of the free weights alone, in their order.
+Weights, sigmas and masks are vectors of one length on one device. A training step draws the weights,
+measures the gradient and updates mu and sigma, each in one pass. The noise of a step is a function of
+(seed, step, index). It is recomputed where it is needed, so it takes no memory: pass the same seed and
+step to the draw, the norm and the update of a step, and a new step to the next draw. Different seeds
+give independent noise; distributed ranks can use ``seed + rank``.
+
+The reference and the CUDA kernels use different generators: their noise has the same distribution but
+not the same bits. Both repeat exactly for the same seed and step. The noise of the kernels does not
+depend on the length of the vector or on the launch; that of the reference can depend on length and device.
+
+The state of an optimizer (momenta and the like) has one entry per free weight, in their order. The offsets
+of ``free_offsets(fixed)`` say where the state of each block of weights begins. Mask, offsets and state
+belong together: a new mask needs new offsets and a new state.
+
+Arithmetic is in float32, or in float64 where a vector is float64.
 """
 
 from __future__ import annotations
@@ -20,7 +32,7 @@ SIGMA_FLOOR = 2.0**-30
 """The smallest sigma of a free weight."""
 
 BLOCK = 1024
-"""Weights that one program of a kernel looks after."""
+"""Number of weights that one program of a kernel processes."""
 
 
 def sample(mu: Tensor, sigma: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -48,9 +60,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def free_offsets(fixed: Tensor, block: int = BLOCK) -> Tensor:
-    """How many weights are free before each block of weights: where a block's state begins.
+    """The number of free weights before each block of weights: where the state of the block begins.
 
-    Counted once for a mask, so that no step has to count the weights before its own.
+    Compute it once per mask, so that no step has to count the free weights again.
 
     >>> free_offsets(torch.tensor([False, True, False, False, True]), block=2).tolist()
     [0, 1, 3]
@@ -61,10 +73,10 @@ def free_offsets(fixed: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def generator_seed(seed: int, step: int) -> int:
-    """64 bits for a generator, ``hash(seed, step // 2^32) + step * odd`` modulo 2^64.
+    """A 64-bit seed for a generator, ``hash(seed, step // 2^32) + step * odd`` modulo 2^64.
 
-    torch's generator for the CPU looks at the lower 32 bits only. A hash of both numbers would meet
-    itself there after some 2^16 steps; this cannot within 2^32 steps of one seed.
+    torch's CPU generator uses the lower 32 bits only. A hash of both numbers would collide there after
+    about 2^16 steps; this sum cannot collide within 2^32 steps of one seed.
 
     >>> len({generator_seed(7, step) % 2**32 for step in range(1000)})
     1000
@@ -75,7 +87,7 @@ def generator_seed(seed: int, step: int) -> int:
 
 
 def noise(size: int, seed: int, step: int, device: torch.device | str) -> Tensor:
-    """Standard normal float32 numbers, the same whenever (size, seed, step, device) are.
+    """Standard normal float32 numbers, the same for the same (size, seed, step, device).
 
     >>> torch.equal(noise(5, 0, 1, "cpu"), noise(5, 0, 1, "cpu"))
     True
@@ -88,9 +100,9 @@ def noise(size: int, seed: int, step: int, device: torch.device | str) -> Tensor
 
 @lru_cache(maxsize=1)
 def _noise_on_cpu(size: int, seed: int, step: int) -> Tensor:
-    """Kept until the next step: on a CPU making it is what a step's passes cost most."""
+    """Cached until the next step: on a CPU the noise is the largest cost of the passes of a step."""
     generator = torch.Generator().manual_seed(generator_seed(seed, step))
-    with torch.inference_mode(False):  # or the next one to use it could not go backward
+    with torch.inference_mode(False):  # autograd cannot save an inference tensor for a later backward
         return torch.randn(size, generator=generator)
 
 
@@ -100,18 +112,30 @@ def draw(
     fixed: Tensor,
     fixed_mu: Tensor,
     fixed_sigma: Tensor,
+    *,
     seed: int,
     step: int,
-    noise_on_fixed: bool,
-    dtype: torch.dtype,
+    noise_on_fixed: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``w = mu + sigma * eps``, with the fixed vectors' mu and sigma where fixed."""
+    """One draw of every weight, ``w = mu + sigma * eps`` with ``eps ~ N(0, 1)`` (paper, eq. 1).
+
+    (mu, sigma) is (fixed_mu, fixed_sigma) where fixed, else (free_mu, max(free_sigma, 2^-30)). Without
+    ``noise_on_fixed`` a fixed weight is exactly its fixed_mu. The result is rounded once, at the end, to
+    ``dtype`` (default: the type of free_mu).
+
+    With g the gradient at w, autograd gives ``g`` to free_mu and ``g * eps`` to free_sigma, zero where
+    fixed. The floor is a projection: a sigma below it still gets its gradient.
+
+    >>> mu, sigma, fixed = torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([False, True])
+    >>> draw(mu, sigma, fixed, torch.full((2,), 0.5), sigma, seed=0, step=0).tolist()
+    [1.0, 0.5]
+    """
     eps = noise(free_mu.numel(), seed, step, free_mu.device)
     mu = torch.where(fixed, fixed_mu, free_mu)
-    sigma = torch.where(
-        fixed, fixed_sigma if noise_on_fixed else torch.zeros_like(fixed_sigma), _floored(free_sigma)
-    )
-    return torch.addcmul(mu.to(wide(mu.dtype)), sigma.to(wide(mu.dtype)), eps).to(dtype)
+    held = fixed_sigma if noise_on_fixed else torch.zeros_like(fixed_sigma)
+    sigma = torch.where(fixed, held, _floored(free_sigma))
+    return torch.addcmul(mu.to(wide(mu.dtype)), sigma.to(wide(mu.dtype)), eps).to(dtype or free_mu.dtype)
 
 
 def draw_(
@@ -121,24 +145,48 @@ def draw_(
     fixed: Tensor,
     fixed_mu: Tensor,
     fixed_sigma: Tensor,
+    *,
     seed: int,
     step: int,
-    noise_on_fixed: bool,
+    noise_on_fixed: bool = True,
 ) -> None:
-    """The same, into a vector that is there already, in its type."""
-    out.copy_(draw(free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, seed, step, noise_on_fixed, out.dtype))
+    """``draw`` into an existing vector, rounded to its type; autograd does not record it.
+
+    >>> zeros, fixed, out = torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.empty(3)
+    >>> draw_(out, torch.ones(3), zeros, fixed, zeros, zeros, seed=0, step=0)
+    >>> out.tolist()
+    [1.0, 1.0, 1.0]
+    """
+    vectors = free_mu, free_sigma, fixed, fixed_mu, fixed_sigma
+    out.copy_(draw(*vectors, seed=seed, step=step, noise_on_fixed=noise_on_fixed, dtype=out.dtype))
 
 
-def draw_backward(grad_w: Tensor, fixed: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """``d/dmu = g`` and ``d/dsigma = g * eps``, zero where fixed."""
+def draw_backward(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """The gradients ``g`` of mu and ``g * eps`` of sigma, zero where fixed, from g at the drawn weight.
+
+    eps is the noise of ``draw`` for the same seed and step. Both are float32, or float64 if g is.
+
+    >>> grad_mu, grad_sigma = draw_backward(torch.ones(2), torch.tensor([False, True]), seed=0, step=0)
+    >>> grad_mu.tolist(), grad_sigma[1].item()
+    ([1.0, 0.0], 0.0)
+    """
     eps = noise(grad_w.numel(), seed, step, grad_w.device)
     grad_mu = grad_w.to(wide(grad_w.dtype)).masked_fill(fixed, 0)
     return grad_mu, grad_mu * eps
 
 
-def grad_squared_norm(grad_w: Tensor, fixed: Tensor, seed: int, step: int) -> Tensor:
-    """``sum_i g_i^2 * (1 + eps_i^2)`` over the free weights, in float64."""
-    grad_mu, grad_sigma = draw_backward(grad_w, fixed, seed, step)
+def grad_squared_norm(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> Tensor:
+    """``sum_i g_i^2 * (1 + eps_i^2)`` over the free weights: the squared norm of both gradients.
+
+    A float64 scalar that stays on the device of the vectors. The same input gives the same bits.
+
+    >>> fixed = torch.tensor([False, True, True])
+    >>> norm = grad_squared_norm(torch.tensor([3.0, 4.0, float("nan")]), fixed, seed=0, step=0)
+    >>> eps = draw_backward(torch.ones(3), fixed, seed=0, step=0)[1][0].item()
+    >>> abs(norm.item() - 9 * (1 + eps**2)) < 1e-5
+    True
+    """
+    grad_mu, grad_sigma = draw_backward(grad_w, fixed, seed=seed, step=step)
     return grad_mu.double().square().sum() + grad_sigma.double().square().sum()
 
 
@@ -151,6 +199,7 @@ def sgd_(
     fixed: Tensor,
     offsets: Tensor,
     scale: Tensor,
+    *,
     lr: float,
     sigma_lr: float,
     momentum: float,
@@ -160,20 +209,40 @@ def sgd_(
     seed: int,
     step: int,
 ) -> None:
-    """``m = momentum * m + g``, ``p = p - lr * m``, for mu and sigma, where not fixed.
+    """One step of SGD with momentum over mu and sigma, in place, from g at the drawn weight.
 
-    The mask says all that ``offsets`` says; it is for kernels.
+    ``g_mu = scale * g + weight_decay * mu`` and ``g_sigma = scale * g * eps - alpha * [sigma < cap]``,
+    where the last term is the gradient of ``alpha * sum max(0, cap - sigma)`` and is not scaled. Then
+    ``m = momentum * m + gradient`` and ``p = p - rate * m`` for each of the two, and sigma is kept at or
+    above 2^-30. ``scale`` is a scalar on the device (clipping, unscaling of the loss). A fresh start has
+    zero momenta. Entries of fixed weights are not written.
+
+    >>> mu, sigma, fixed = torch.ones(2), torch.ones(2), torch.tensor([True, False])
+    >>> m_mu, m_sigma, offsets = torch.zeros(1), torch.zeros(1), torch.tensor([0])
+    >>> rates = {"lr": 0.5, "sigma_lr": 0.25, "momentum": 0.9, "weight_decay": 0.0}
+    >>> g, half = torch.ones(2), torch.tensor(0.5)
+    >>> sgd_(mu, sigma, m_mu, m_sigma, g, fixed, offsets, half, **rates, alpha=0.0, cap=0.05, seed=0, step=0)
+    >>> mu.tolist(), m_mu.tolist(), sigma[0].item()
+    ([1.0, 0.75], [0.5], 1.0)
     """
-    mu, sigma, grad_mu, grad_sigma = _gradients(
-        free_mu, free_sigma, grad_w, fixed, scale, alpha, cap, seed, step
-    )
-    grad_mu = grad_mu.add(mu, alpha=weight_decay)
-    new_momentum_mu = _spread(momentum_mu, fixed).to(mu.dtype).mul(momentum).add(grad_mu)
-    new_momentum_sigma = _spread(momentum_sigma, fixed).to(sigma.dtype).mul(momentum).add(grad_sigma)
-    _write(free_mu, mu.add(new_momentum_mu, alpha=-lr), fixed)
-    _write(free_sigma, _floored(sigma.add(new_momentum_sigma, alpha=-sigma_lr)), fixed)
-    _keep(momentum_mu, new_momentum_mu, fixed)
-    _keep(momentum_sigma, new_momentum_sigma, fixed)
+    free = _free(fixed, momentum_mu)
+    mu, sigma = _take(free, free_mu, free_sigma)
+    sigma = _floored(sigma)
+    grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=step))
+    for stored, value, buffer, grad, rate in (
+        (free_mu, mu, momentum_mu, grad_mu.mul(scale).to(mu.dtype).add(mu, alpha=weight_decay), lr),
+        (
+            free_sigma,
+            sigma,
+            momentum_sigma,
+            _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap),
+            sigma_lr,
+        ),
+    ):
+        new = buffer.to(value.dtype).mul(momentum).add(grad)
+        buffer.copy_(new)
+        value = value.add(new, alpha=-rate)
+        _write(stored, _floored(value) if stored is free_sigma else value, free)
 
 
 def adamw_(
@@ -187,82 +256,83 @@ def adamw_(
     fixed: Tensor,
     offsets: Tensor,
     scale: Tensor,
+    *,
     lr: float,
     sigma_lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
     weight_decay: float,
     alpha: float,
     cap: float,
     count: int,
     seed: int,
     step: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
 ) -> None:
-    """``p = p - lr * m' / (sqrt(v') + epsilon)``, m' and v' corrected for their start at zero."""
-    mu, sigma, grad_mu, grad_sigma = _gradients(
-        free_mu, free_sigma, grad_w, fixed, scale, alpha, cap, seed, step
-    )
-    mu = mu.mul(1 - lr * weight_decay)
+    """One step of AdamW over mu and sigma, in place, from g at the drawn weight.
+
+    ``g_mu = scale * g`` and ``g_sigma = scale * g * eps - alpha * [sigma < cap]``. First
+    ``mu = mu * (1 - lr * weight_decay)``; then for each of the two ``m = beta1 * m + (1 - beta1) * g``,
+    ``v = beta2 * v + (1 - beta2) * g^2`` and
+    ``p = p - rate * m / (1 - beta1^count) / (sqrt(v / (1 - beta2^count)) + epsilon)``, and sigma is kept
+    at or above 2^-30. ``count`` is the number of steps that m and v have seen, this one included: 1 for
+    a fresh start from zeros. Entries of fixed weights are not written.
+
+    >>> mu, sigma, fixed = torch.ones(2), torch.ones(2), torch.tensor([True, False])
+    >>> means, offsets = [torch.zeros(1) for _ in range(4)], torch.tensor([0])
+    >>> rates = {"lr": 0.5, "sigma_lr": 0.25, "weight_decay": 0.0, "alpha": 0.0, "cap": 0.05}
+    >>> g, one = torch.full((2,), 8.0), torch.tensor(1.0)
+    >>> adamw_(mu, sigma, *means, g, fixed, offsets, one, **rates, count=1, seed=0, step=0)
+    >>> mu[0].item(), round(mu[1].item(), 6), sigma[0].item()
+    (1.0, 0.5, 1.0)
+    """
+    free = _free(fixed, mean_mu)
+    mu, sigma = _take(free, free_mu, free_sigma)
+    sigma = _floored(sigma)
+    grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=step))
     for stored, value, mean, square, grad, rate in (
-        (free_mu, mu, mean_mu, square_mu, grad_mu, lr),
-        (free_sigma, sigma, mean_sigma, square_sigma, grad_sigma, sigma_lr),
+        (free_mu, mu.mul(1 - lr * weight_decay), mean_mu, square_mu, grad_mu.mul(scale).to(mu.dtype), lr),
+        (
+            free_sigma,
+            sigma,
+            mean_sigma,
+            square_sigma,
+            _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap),
+            sigma_lr,
+        ),
     ):
-        new_mean = _spread(mean, fixed).to(grad.dtype).lerp(grad, 1 - beta1)
-        new_square = _spread(square, fixed).to(grad.dtype).mul(beta2)
-        new_square = new_square.addcmul(grad, grad, value=1 - beta2)
+        new_mean = mean.to(grad.dtype).lerp(grad, 1 - beta1)
+        new_square = square.to(grad.dtype).mul(beta2).addcmul(grad, grad, value=1 - beta2)
+        mean.copy_(new_mean)
+        square.copy_(new_square)
         root = new_square.sqrt().div((1 - beta2**count) ** 0.5).add(epsilon)
-        new = value.addcdiv(new_mean, root, value=-rate / (1 - beta1**count))
-        _write(stored, _floored(new) if stored is free_sigma else new, fixed)
-        _keep(mean, new_mean, fixed)
-        _keep(square, new_square, fixed)
+        value = value.addcdiv(new_mean, root, value=-rate / (1 - beta1**count))
+        _write(stored, _floored(value) if stored is free_sigma else value, free)
 
 
-def _gradients(
-    free_mu: Tensor,
-    free_sigma: Tensor,
-    grad_w: Tensor,
-    fixed: Tensor,
-    scale: Tensor,
-    alpha: float,
-    cap: float,
-    seed: int,
-    step: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mu and sigma in the wide type, and their gradients, the regulariser's part added unscaled."""
-    mu, sigma = free_mu.to(wide(free_mu.dtype)), _floored(free_sigma.to(wide(free_sigma.dtype)))
-    grad_mu, grad_sigma = draw_backward(grad_w, fixed, seed, step)
-    # The derivative of max(0, cap - sigma) is -1 below the cap, and 0 at it as above it.
-    short = (cap - sigma > 0).to(sigma.dtype)
-    return (
-        mu,
-        sigma,
-        grad_mu.mul(scale).to(mu.dtype),
-        grad_sigma.mul(scale).to(sigma.dtype).sub(short, alpha=alpha),
-    )
+def _free(fixed: Tensor, state: Tensor) -> Tensor:
+    """The indices of the free weights; the state of an optimizer must have one entry for each."""
+    free = (~fixed).nonzero().squeeze(1)
+    if state.shape != free.shape:
+        raise WeightError(
+            f"the state of the optimizer has {state.numel():,} entries for {free.numel():,} free weights: "
+            "create the state again after weights were fixed"
+        )
+    return free
+
+
+def _take(at: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(vector.index_select(0, at).to(wide(vector.dtype)) for vector in vectors)
 
 
 def _floored(sigma: Tensor) -> Tensor:
     return sigma.clamp_min(SIGMA_FLOOR)
 
 
-def _write(stored: Tensor, value: Tensor, fixed: Tensor) -> None:
-    """The new value where free; where fixed the stored bits, whatever they are."""
-    stored.copy_(torch.where(fixed, stored, value.to(stored.dtype)))
+def _with_penalty(grad: Tensor, sigma: Tensor, alpha: float, cap: float) -> Tensor:
+    """``g - alpha * [sigma < cap]``: the derivative of max(0, cap - sigma) is -1 below the cap, else 0."""
+    return grad.to(sigma.dtype).sub((cap - sigma > 0).to(sigma.dtype), alpha=alpha)
 
 
-def _spread(state: Tensor, fixed: Tensor) -> Tensor:
-    """A vector of the free weights as one of all weights, zero where fixed."""
-    free = ~fixed
-    count = int(free.sum())
-    if state.shape != (count,):
-        raise WeightError(
-            f"a vector of the state has shape {tuple(state.shape)}: needed is one entry for each of the "
-            f"{count:,} free weights; was a weight fixed since it was made?"
-        )
-    return torch.zeros(fixed.shape, dtype=state.dtype, device=state.device).masked_scatter(free, state)
-
-
-def _keep(state: Tensor, value: Tensor, fixed: Tensor) -> None:
-    """The free weights' part of a vector."""
-    state.copy_(value[~fixed])
+def _write(stored: Tensor, value: Tensor, at: Tensor) -> None:
+    stored.index_copy_(0, at, value.to(stored.dtype))

@@ -29,7 +29,7 @@ def define(
 
 
 def _launcher(kernels: str, name: str) -> Callable[..., Any]:
-    def launch(*args: Any) -> Any:
-        return getattr(import_module(kernels), name)(*args)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(kernels), name)(*args, **kwargs)
 
     return launch

@@ -1,164 +1,362 @@
-"""Launches the kernels of ``kernels``: one function for each operation of ``library``, with its arguments."""
+"""Triton kernels for the operations of ``reference``, one pass over the vectors each, and their launchers.
+
+Each launcher has the name and the arguments of its operation and calls a kernel with the same tensors in
+the same order. They are registered for CUDA by ``library``.
+
+The noise of weight i comes from Philox 4x32-10 with the seed as key and (i // 4, step) as its
+128-bit counter: it depends on seed, step and i alone, not on the launch, and no two weights or
+steps of a seed share a counter. The four words of a counter become the noise of four neighbours by
+Box–Muller. Indices are 64-bit; a grid has at most 2^31 - 1 programs, so a vector can have up to
+2^41 elements at the default block. The entries of a fixed weight in the trained vectors are neither read
+nor written, and the optimizer state has no entry for it: a program finds its part of the state by the number
+of free weights before its block (``offsets``), and each weight its entry by those before it in the block.
+
+The launch does not change the results, except the last bits of the norm, which is summed by blocks. For that,
+a multiplication and an addition are fused where the code says ``fma`` and nowhere else: by itself the
+compiler would fuse some of them, depending on the size of the block.
+
+Coefficients (learning rates and the like) reach a kernel as float32, also where it computes in float64.
+"""
+
+# The parameters of a kernel are pointers and scalars of Triton, which have no Python types; the upper-case
+# ones are constants, by Triton's convention.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: N803
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from pwfn.bayes.kernels import kernels
 from pwfn.bayes.kernels.reference import BLOCK, SIGMA_FLOOR, wide
 
+try:  # Only the CUDA builds of torch bring Triton, and it has no types.
+    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+except ImportError:  # then nothing here is registered, but the module can still be imported and read
+    triton = None
 
-def draw(
-    free_mu: Tensor,
-    free_sigma: Tensor,
-    fixed: Tensor,
-    fixed_mu: Tensor,
-    fixed_sigma: Tensor,
-    seed: int,
-    step: int,
-    noise_on_fixed: bool,
-    dtype: torch.dtype,
-    *,
-    block: int = BLOCK,
-) -> Tensor:
-    """See :func:`pwfn.bayes.kernels.reference.draw`; equal in distribution to it, not in bits."""
+
+def draw(free_mu: Tensor, *others: Tensor, dtype: torch.dtype | None = None, **numbers: Any) -> Tensor:
+    """See :func:`pwfn.bayes.kernels.reference.draw`: the same distribution, not the same bits."""
     out = torch.empty_like(free_mu, dtype=dtype)
-    draw_(out, free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, seed, step, noise_on_fixed, block=block)
+    draw_(out, free_mu, *others, **numbers)
     return out
 
 
-def draw_(
-    out: Tensor,
-    free_mu: Tensor,
-    free_sigma: Tensor,
-    fixed: Tensor,
-    fixed_mu: Tensor,
-    fixed_sigma: Tensor,
-    seed: int,
-    step: int,
-    noise_on_fixed: bool,
-    *,
-    block: int = BLOCK,
-) -> None:
+def draw_(out: Tensor, *vectors: Tensor, noise_on_fixed: bool = True, **numbers: int) -> None:
     """See :func:`pwfn.bayes.kernels.reference.draw_`."""
-    vectors = free_mu, free_sigma, fixed, fixed_mu, fixed_sigma, out
-    numbers = free_mu.numel(), SIGMA_FLOOR, seed, step
-    _launch(kernels.draw, vectors, numbers, block, WIDE=free_mu.dtype, NOISE_ON_FIXED=noise_on_fixed)
+    _launch(draw_kernel, *vectors, out, floor=SIGMA_FLOOR, NOISE_ON_FIXED=noise_on_fixed, **numbers)
     increment_version(out)
 
 
-def draw_backward(
-    grad_w: Tensor, fixed: Tensor, seed: int, step: int, *, block: int = BLOCK
-) -> tuple[Tensor, Tensor]:
+def draw_backward(grad_w: Tensor, fixed: Tensor, **numbers: int) -> tuple[Tensor, Tensor]:
     """See :func:`pwfn.bayes.kernels.reference.draw_backward`."""
-    grad_w = grad_w.contiguous()  # the gradient of a sum is one number seen many times
+    grad_w = grad_w.contiguous()  # the gradient of a sum is one number with stride 0
     grad_mu = torch.empty_like(grad_w, dtype=wide(grad_w.dtype))
     grad_sigma = torch.empty_like(grad_mu)
-    vectors = grad_w, fixed, grad_mu, grad_sigma
-    _launch(kernels.draw_backward, vectors, (grad_w.numel(), seed, step), block, WIDE=grad_w.dtype)
+    _launch(draw_backward_kernel, grad_w, fixed, grad_mu, grad_sigma, **numbers)
     return grad_mu, grad_sigma
 
 
-def grad_squared_norm(grad_w: Tensor, fixed: Tensor, seed: int, step: int, *, block: int = BLOCK) -> Tensor:
+def grad_squared_norm(grad_w: Tensor, fixed: Tensor, *, block: int = BLOCK, **numbers: int) -> Tensor:
     """See :func:`pwfn.bayes.kernels.reference.grad_squared_norm`.
 
-    Each program sums its block into a place of its own, in float32 for a narrow gradient; then the
-    places are summed in float64. There are no atomics: the same input gives the same bits.
+    Each program stores the sum of its block, in float32 for a narrow gradient; the stored sums are
+    added in float64. There are no atomics: the same input gives the same bits.
     """
-    grad_w = grad_w.contiguous()
     partial = torch.empty(-(-grad_w.numel() // block), dtype=torch.float64, device=grad_w.device)
-    numbers = grad_w.numel(), seed, step
-    _launch(kernels.grad_squared_norm, (grad_w, fixed, partial), numbers, block, WIDE=grad_w.dtype)
+    _launch(grad_squared_norm_kernel, grad_w.contiguous(), fixed, partial, block=block, **numbers)
     return partial.sum()
 
 
-def sgd_(
-    free_mu: Tensor,
-    free_sigma: Tensor,
-    momentum_mu: Tensor,
-    momentum_sigma: Tensor,
-    grad_w: Tensor,
-    fixed: Tensor,
-    offsets: Tensor,
-    scale: Tensor,
-    lr: float,
-    sigma_lr: float,
-    momentum: float,
-    weight_decay: float,
-    alpha: float,
-    cap: float,
-    seed: int,
-    step: int,
-    *,
-    block: int = BLOCK,
-) -> None:
-    """See :func:`pwfn.bayes.kernels.reference.sgd_`; the offsets are of the same block."""
-    written = free_mu, free_sigma, momentum_mu, momentum_sigma
-    vectors = *written, grad_w.contiguous(), fixed, offsets, scale
-    sizes = free_mu.numel(), momentum_mu.numel()
-    rates = lr, sigma_lr, momentum, weight_decay, alpha, cap, SIGMA_FLOOR
-    _launch(kernels.sgd, vectors, (*sizes, *rates, seed, step), block, WIDE=free_mu.dtype)
-    increment_version(written)
+def sgd_(*vectors: Tensor, **numbers: float) -> None:
+    """See :func:`pwfn.bayes.kernels.reference.sgd_`; the offsets must be those of the same block."""
+    _update(sgd_kernel, *vectors, **numbers)
 
 
 def adamw_(
-    free_mu: Tensor,
-    free_sigma: Tensor,
-    mean_mu: Tensor,
-    mean_sigma: Tensor,
-    square_mu: Tensor,
-    square_sigma: Tensor,
-    grad_w: Tensor,
-    fixed: Tensor,
-    offsets: Tensor,
-    scale: Tensor,
+    *vectors: Tensor,
     lr: float,
     sigma_lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
     weight_decay: float,
-    alpha: float,
-    cap: float,
     count: int,
-    seed: int,
-    step: int,
-    *,
-    block: int = BLOCK,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    **numbers: float,
 ) -> None:
-    """See :func:`pwfn.bayes.kernels.reference.adamw_`; the offsets are of the same block."""
-    written = free_mu, free_sigma, mean_mu, mean_sigma, square_mu, square_sigma
-    vectors = *written, grad_w.contiguous(), fixed, offsets, scale
-    sizes = free_mu.numel(), mean_mu.numel()
-    mean_bias, root_bias = 1 - beta1**count, (1 - beta2**count) ** 0.5
-    rates = lr / mean_bias, sigma_lr / mean_bias, root_bias, 1 - beta1, 1 - beta2, epsilon, lr * weight_decay
-    numbers = *sizes, *rates, alpha, cap, SIGMA_FLOOR, seed, step
-    _launch(kernels.adamw, vectors, numbers, block, WIDE=free_mu.dtype)
+    """See :func:`pwfn.bayes.kernels.reference.adamw_`; the offsets must be those of the same block."""
+    mean_bias = 1 - beta1**count
+    _update(
+        adamw_kernel,
+        *vectors,
+        rate=lr / mean_bias,
+        sigma_rate=sigma_lr / mean_bias,
+        root_bias=(1 - beta2**count) ** 0.5,
+        keep_mean=1 - beta1,
+        keep_square=1 - beta2,
+        epsilon=epsilon,
+        decay=lr * weight_decay,
+        **numbers,
+    )
+
+
+def _update(kernel: Any, /, *vectors: Tensor, **numbers: Any) -> None:
+    """Launch the step of an optimizer, which writes all vectors but the last four."""
+    *written, grad_w, fixed, offsets, scale = vectors
+    numbers.update(length=written[2].numel(), floor=SIGMA_FLOOR)
+    _launch(kernel, *written, grad_w.contiguous(), fixed, offsets, scale, **numbers)
     increment_version(written)
 
 
-def _launch(
-    kernel: Any,
-    vectors: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    block: int,
-    *,
-    WIDE: torch.dtype,  # noqa: N803 - the constants' names in the kernels
-    **constants: Any,
-) -> None:
-    """Run a kernel over all weights, whose number is the first, on the first vector's device.
+def _launch(kernel: Any, first: Tensor, /, *others: Tensor, block: int = BLOCK, **numbers: Any) -> None:
+    """Run a kernel over all weights, on the device and in the wide type of the first vector.
 
-    A program has a block of them, a power of two from 4 on.
+    One program processes one block of weights; a block is a power of two, at least 4.
     """
-    n = numbers[0]
+    n = first.numel()
     if n == 0:
         return
-    width = kernels.wide_type(double=wide(WIDE) == torch.float64)
-    with torch.cuda.device_of(vectors[0]):
+    width = tl.float64 if wide(first.dtype) == torch.float64 else tl.float32
+    with torch.cuda.device_of(first):
         kernel[(-(-n // block),)](
-            *vectors, *numbers, WIDE=width, BLOCK=block, enable_fp_fusion=False, **constants
+            first, *others, n=n, **numbers, WIDE=width, BLOCK=block, enable_fp_fusion=False
         )
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit``, compiled once for all numbers and alignments.
+
+    For an aligned vector Triton would let a thread read several neighbours at once. Here each weight is
+    read or skipped by its own mask, and such threads would read in strides. With one element per thread
+    the reads of a warp are adjacent, and whole sectors of fixed weights stay unread.
+    """
+    if triton is None:
+        return function
+    parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+    names = [name for name in parameters if not name.isupper()]  # upper case: constants
+    numbers = [name for name in names if name in ("n", "length", "seed", "step")]
+    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=names)
+
+
+@_jit
+def _normal_pair(x, y):
+    """Two normal numbers from two 32-bit words, ``sqrt(-2 ln u) * (cos, sin)(2 pi v)``; |.| <= 6.77."""
+    # u = (x + 1/2) / 2^32 is never zero. Near one an approximate logarithm can be positive.
+    u = tl.fma(x.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
+    angle = y.to(tl.float32) * 1.4629180792671596e-09
+    radius = tl.sqrt(tl.maximum(-2.0 * tl.log(u), 0.0))
+    return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@_jit
+def _noise(seed, step, start, BLOCK: tl.constexpr):
+    """The noise of weights start, start + 1, …, start + BLOCK - 1; start is a multiple of four."""
+    four = start // 4 + tl.arange(0, BLOCK // 4)
+    low = four.to(tl.uint32)
+    step_low = low * 0 + step.to(tl.uint32)
+    step_high = low * 0 + (step.to(tl.uint64) >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, (four >> 32).to(tl.uint32), step_low, step_high)
+    first, second = _normal_pair(a, b)
+    third, fourth = _normal_pair(c, d)
+    return tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+
+
+@_jit
+def _places(fixed, n, BLOCK: tl.constexpr):
+    """The first index of this program, all its indices, and the masks of the fixed and the free ones."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    inside = at < n
+    held = tl.load(fixed + at, mask=inside, other=0) != 0
+    return start, at, held, inside & (held == 0)
+
+
+@_jit
+def _slots(offsets, free, length):
+    """The entries of the free weights of this program in the state, and the mask of those that exist.
+
+    All of them exist unless the state belongs to another mask; then it must not be written past its end.
+    """
+    slot = tl.load(offsets + tl.program_id(0)) + tl.cumsum(free.to(tl.int32), axis=0) - 1
+    return slot, free & (slot < length)
+
+
+@_jit
+def _floored(sigma, floor):
+    return tl.where(sigma < floor, floor, sigma)  # not maximum, which would hide a NaN
+
+
+@_jit
+def draw_kernel(
+    free_mu,
+    free_sigma,
+    fixed,
+    fixed_mu,
+    fixed_sigma,
+    out,
+    n,
+    floor,
+    seed,
+    step,
+    NOISE_ON_FIXED: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``w = mu + sigma * eps``, with the fixed mu and sigma where fixed."""
+    start, at, held, free = _places(fixed, n, BLOCK)
+    mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
+    mu = tl.where(held, tl.load(fixed_mu + at, mask=held, other=0.0).to(WIDE), mu)
+    sigma = _floored(tl.load(free_sigma + at, mask=free, other=0.0).to(WIDE), floor)
+    if NOISE_ON_FIXED:
+        sigma = tl.where(held, tl.load(fixed_sigma + at, mask=held, other=0.0).to(WIDE), sigma)
+    else:
+        sigma = tl.where(held, 0.0, sigma)
+    w = tl.fma(sigma, _noise(seed, step, start, BLOCK), mu)
+    tl.store(out + at, w, mask=held | free)
+
+
+@_jit
+def draw_backward_kernel(
+    grad_w, fixed, grad_mu, grad_sigma, n, seed, step, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``g`` and ``g * eps``, zero where fixed."""
+    start, at, held, free = _places(fixed, n, BLOCK)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE)
+    tl.store(grad_mu + at, grad, mask=held | free)
+    tl.store(grad_sigma + at, tl.where(held, 0.0, grad * _noise(seed, step, start, BLOCK)), mask=held | free)
+
+
+@_jit
+def grad_squared_norm_kernel(grad_w, fixed, partial, n, seed, step, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """``sum g^2 (1 + eps^2)`` over the free weights of each block."""
+    start, at, _, free = _places(fixed, n, BLOCK)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE)
+    noise = _noise(seed, step, start, BLOCK)
+    tl.store(partial + tl.program_id(0), tl.sum(grad * grad * tl.fma(noise, noise, 1.0), axis=0))
+
+
+@_jit
+def _gradients(free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE: tl.constexpr):
+    """mu, sigma and their gradients, with the gradient of the regulariser, which is not scaled."""
+    mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
+    sigma = _floored(tl.load(free_sigma + at, mask=free, other=0.0).to(WIDE), floor)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE) * tl.load(scale).to(WIDE)
+    return mu, sigma, grad, tl.fma(grad, noise, -tl.where(sigma < cap, alpha, 0.0))
+
+
+@_jit
+def sgd_kernel(
+    free_mu,
+    free_sigma,
+    momentum_mu,
+    momentum_sigma,
+    grad_w,
+    fixed,
+    offsets,
+    scale,
+    n,
+    length,
+    lr,
+    sigma_lr,
+    momentum,
+    weight_decay,
+    alpha,
+    cap,
+    floor,
+    seed,
+    step,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One step of SGD with momentum, where free."""
+    start, at, _, free = _places(fixed, n, BLOCK)
+    slot, free = _slots(offsets, free, length)
+    noise = _noise(seed, step, start, BLOCK)
+    mu, sigma, grad_mu, grad_sigma = _gradients(
+        free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
+    )
+    kept_mu = tl.load(momentum_mu + slot, mask=free, other=0.0).to(WIDE)
+    kept_mu = tl.fma(momentum, kept_mu, tl.fma(weight_decay, mu, grad_mu))
+    kept_sigma = tl.load(momentum_sigma + slot, mask=free, other=0.0).to(WIDE)
+    kept_sigma = tl.fma(momentum, kept_sigma, grad_sigma)
+    tl.store(momentum_mu + slot, kept_mu, mask=free)
+    tl.store(momentum_sigma + slot, kept_sigma, mask=free)
+    tl.store(free_mu + at, tl.fma(-lr, kept_mu, mu), mask=free)
+    tl.store(free_sigma + at, _floored(tl.fma(-sigma_lr, kept_sigma, sigma), floor), mask=free)
+
+
+@_jit
+def _adam_step(
+    mean, square, grad, slot, free, rate, root_bias, keep_mean, keep_square, epsilon, WIDE: tl.constexpr
+):
+    """The step ``rate * m / (sqrt(v) / root_bias + epsilon)``; stores the new m and v."""
+    old_mean = tl.load(mean + slot, mask=free, other=0.0).to(WIDE)
+    old_square = tl.load(square + slot, mask=free, other=0.0).to(WIDE)
+    new_mean = tl.fma(keep_mean, grad - old_mean, old_mean)
+    new_square = tl.fma(keep_square, tl.fma(grad, grad, -old_square), old_square)
+    tl.store(mean + slot, new_mean, mask=free)
+    tl.store(square + slot, new_square, mask=free)
+    return rate * new_mean / (tl.sqrt(new_square) / root_bias + epsilon)
+
+
+@_jit
+def adamw_kernel(
+    free_mu,
+    free_sigma,
+    mean_mu,
+    mean_sigma,
+    square_mu,
+    square_sigma,
+    grad_w,
+    fixed,
+    offsets,
+    scale,
+    n,
+    length,
+    rate,
+    sigma_rate,
+    root_bias,
+    keep_mean,
+    keep_square,
+    epsilon,
+    decay,
+    alpha,
+    cap,
+    floor,
+    seed,
+    step,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One step of AdamW, where free."""
+    start, at, _, free = _places(fixed, n, BLOCK)
+    slot, free = _slots(offsets, free, length)
+    noise = _noise(seed, step, start, BLOCK)
+    mu, sigma, grad_mu, grad_sigma = _gradients(
+        free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
+    )
+    mu = tl.fma(-decay, mu, mu)
+    mu = mu - _adam_step(
+        mean_mu, square_mu, grad_mu, slot, free, rate, root_bias, keep_mean, keep_square, epsilon, WIDE
+    )
+    sigma = sigma - _adam_step(
+        mean_sigma,
+        square_sigma,
+        grad_sigma,
+        slot,
+        free,
+        sigma_rate,
+        root_bias,
+        keep_mean,
+        keep_square,
+        epsilon,
+        WIDE,
+    )
+    tl.store(free_mu + at, mu, mask=free)
+    tl.store(free_sigma + at, _floored(sigma, floor), mask=free)

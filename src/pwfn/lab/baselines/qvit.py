@@ -38,7 +38,7 @@ class QVit(Quantised):
     queries and of keys and this network's is added to the loss, with weight 1 as in the paper. The
     paper's other distillation, by the teacher's outputs, is a setting of the task and not of a method.
 
-    >>> from pwfn.zoo.models.vit import VisionTransformer
+    >>> from pwfn.zoo.models import VisionTransformer
     >>> model = VisionTransformer(image_size=8, patch=4, width=12, depth=1, heads=3)
     >>> net = QVit(model, Config(method="q-vit"))
     >>> [(entry.name, *net.divided(entry)) for entry in net.layout.entries[:3]]  # axis and codebooks

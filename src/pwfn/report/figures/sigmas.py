@@ -11,7 +11,7 @@ import torch
 
 from pwfn.bayes.gaussian import initial_sigma
 from pwfn.config import MethodName, SigmaInit
-from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Observed, Sample
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Sample, Trace
 from pwfn.report.figures.canvas import (
     INK,
     SERIES,
@@ -37,7 +37,7 @@ class Watched(Protocol):
         """Section by section."""
 
     @property
-    def observed(self) -> Sequence[Observed]:
+    def observed(self) -> Sequence[Trace]:
         """What was seen on the way."""
 
 
@@ -114,7 +114,7 @@ def collapse(runs: Sequence[Watched], names: Sequence[str]) -> Drawing | None:
     )
 
 
-def _trained(run: Watched) -> list[Observed]:
+def _trained(run: Watched) -> list[Trace]:
     return [seen for seen in run.observed if seen.moment is Moment.BEFORE and seen.sigma is not None]
 
 
@@ -161,7 +161,7 @@ def _figures(histogram: Histogram) -> tuple[str, ...]:
     return (f"{histogram.total:,}", *quantiles)
 
 
-def median(look: Observed) -> str:
+def median(look: Trace) -> str:
     """Of sigma over the free weights, to two digits."""
     return "–" if look.sigma is None else f"{_quantile(look.sigma, 0.5):.2g}"
 

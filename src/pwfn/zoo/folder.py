@@ -1,0 +1,229 @@
+"""Image folders in ImageNet's layout: ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from pwfn.config.seeds import seed_from
+from pwfn.errors import DataError, cause
+from pwfn.zoo.arrays import Normaliser
+from pwfn.zoo.dataset import Data, DataOptions, fingerprint
+from pwfn.zoo.epochs import Epochs, epoch_order, shares
+from pwfn.zoo.models import ready_torchvision
+
+_EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"))
+_SAMPLED_FILES = 16  # of each split, whose bytes go into the fingerprint
+_LAYOUT = "the layout is train/<class>/*.JPEG and val/<class>/*.JPEG"
+_IMAGENET_SIZE = 224
+
+
+@dataclass(frozen=True)
+class Images:
+    """Image files in a folder, and the class number of each."""
+
+    folder: Path
+    names: np.ndarray  # bytes, relative to the folder: a million strings would be copied into each worker
+    labels: np.ndarray
+
+    def path(self, index: int) -> Path:
+        """The file of an image."""
+        return self.folder / os.fsdecode(bytes(self.names[index]))
+
+    def chosen(self, indices: np.ndarray) -> Images:
+        """Some of the images."""
+        return Images(self.folder, self.names[indices], self.labels[indices])
+
+    def facts(self) -> Iterator[Any]:
+        """What identifies the images: names, labels, and the content of a few files."""
+        yield from (b"\n".join(self.names.tolist()), self.labels)
+        for index in np.unique(np.linspace(0, len(self.names) - 1, _SAMPLED_FILES).astype(int)):
+            try:
+                yield self.path(int(index)).read_bytes()
+            except OSError as error:
+                raise DataError(f"{self.path(int(index))}: cannot be read: {cause(error)}") from error
+
+
+def open_folder(spec: str, directory: str, options: DataOptions) -> Data:
+    """The data set in a folder; classes are numbered from 0 in the order of their names."""
+    root = Path(directory).expanduser()
+    if not root.is_dir():
+        raise DataError(f"{root}: there is no such folder")
+    if len(options.mean) not in (0, 3):
+        raise DataError(
+            f"{root}: images are read in 3 channels, mean and std have {len(options.mean)} numbers: use a "
+            "model for images of 3 channels"
+        )
+    class_names = _class_names(root / "train")
+    train = _scan(root / "train", class_names, class_names)
+    kept, held = options.divide(spec, len(train.names))
+    if held is None:
+        present = _class_names(root / "val")
+        if unknown := sorted(set(present) - set(class_names)):
+            raise DataError(f"{root / 'val' / unknown[0]}: this class has no folder in {root / 'train'}")
+        test = _scan(root / "val", present, class_names)
+    else:
+        test = train.chosen(held)
+    train = train.chosen(kept)
+    options.check_divisible(spec, len(train.names), len(test.names))
+    size = options.image_size or _IMAGENET_SIZE
+    return Data(
+        name=spec,
+        train=ImageLoader(train, options, train=True),
+        test=ImageLoader(test, options, train=False),
+        classes=len(class_names),
+        image_shape=(3, size, size),
+        fingerprint=fingerprint("imagefolder", (class_names, *train.facts(), *test.facts())),
+        train_size=len(train.names),
+        test_size=len(test.names),
+        class_names=class_names,
+    )
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    if not folder.is_dir():
+        raise DataError(f"{folder.parent}: has no folder {folder.name!r}: {_LAYOUT}")
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    if not names:
+        raise DataError(f"{folder}: has no class folders: {_LAYOUT}")
+    return tuple(names)
+
+
+def _scan(folder: Path, present: tuple[str, ...], class_names: tuple[str, ...]) -> Images:
+    names: list[bytes] = []
+    labels: list[int] = []
+    for class_name in present:
+        found = sorted(
+            os.path.relpath(os.path.join(below, file), folder)
+            for below, _, files in os.walk(folder / class_name, followlinks=True)
+            for file in files
+            if os.path.splitext(file)[1].lower() in _EXTENSIONS and file[0] != "."
+        )
+        if not found:
+            raise DataError(f"{folder / class_name}: this class folder has no images")
+        names += map(os.fsencode, found)
+        labels += [class_names.index(class_name)] * len(found)
+    return Images(folder, np.array(names), np.array(labels, dtype=np.int64))
+
+
+class ImageLoader(Epochs):
+    """Batches of images that worker processes read and crop; they are normalised on the device.
+
+    The random crop and flip of an image depend on (seed, epoch, its number) only, not on the number of
+    workers or on which of them reads it.
+    """
+
+    def __init__(self, images: Images, options: DataOptions, *, train: bool) -> None:
+        self.images, self.options, self.train = images, options, train
+        size = options.batch_size if train else options.test_batch_size or options.batch_size
+        self._shares = shares(len(images.names), size, options.rank, options.world, exact=not train)
+        self._normalise = Normaliser(options.mean, options.std, torch.device(options.device))
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of epoch ``number``, beginning with batch ``start``; earlier ones are not read."""
+        options, device = self.options, torch.device(self.options.device)
+        order = epoch_order(len(self.images.names), options.seed, number, shuffle=self.train).numpy()
+        batches = [order[share] for share in self._shares[start:]]
+        if not batches:
+            return
+        _transform(options, self.train)  # imports torchvision here, once, and not in every worker
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about more workers than processors: the user chose the number
+            loader = DataLoader(
+                _Epoch(self.images, options, self.train, number),
+                batch_sampler=batches,  # type: ignore[arg-type]  # a list of arrays works
+                num_workers=min(options.workers, len(batches)),
+                collate_fn=_collate,
+                pin_memory=device.type == "cuda",
+                worker_init_fn=_ignore_interrupts,
+                generator=torch.Generator(),  # otherwise every epoch draws from torch's global generator
+            )
+            reader = iter(loader)
+        try:
+            for batch in reader:
+                if isinstance(batch, str):  # an exception from a worker would carry its traceback
+                    raise DataError(batch)
+                images, targets = (part.to(device, non_blocking=True) for part in batch)
+                yield self._normalise(images), targets
+        finally:
+            del reader  # ends the workers now, even if an exception keeps this frame alive
+
+
+@dataclass(frozen=True)
+class _Epoch(Dataset[Any]):
+    """The images of one epoch by number; for a file that cannot be read, an error message."""
+
+    images: Images
+    options: DataOptions
+    train: bool
+    number: int
+
+    def __len__(self) -> int:
+        return len(self.images.names)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | str:
+        index = int(index)
+        path = self.images.path(index)
+        transform = _transform(self.options, self.train)
+        try:
+            image = _read(path)
+        except Exception as error:  # PIL's decoders raise many types
+            return f"{path}: cannot be read as an image: {cause(error)}"
+        with torch.random.fork_rng(devices=()):
+            # torchvision draws from this generator; torch.manual_seed would also seed the GPUs.
+            torch.default_generator.manual_seed(seed_from("image", self.options.seed, self.number, index))
+            return transform(image), int(self.images.labels[index])
+
+
+def _read(path: Path) -> Any:
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about unusual metadata, which some files of ImageNet have
+        with path.open("rb") as file, Image.open(file) as image:
+            return image.convert("RGB")
+
+
+@functools.lru_cache(maxsize=8)
+def _transform(options: DataOptions, train: bool) -> Callable[[Any], Tensor]:
+    """Random crop and flip for training, resize and centre crop for testing."""
+    ready_torchvision()
+    try:
+        import PIL.Image  # noqa: F401
+        from torchvision import transforms  # type: ignore[import-untyped]  # it has no types
+    except ImportError as error:
+        raise DataError("image folders need torchvision: pip install 'pwfn[timm]'") from error
+
+    size = options.image_size or _IMAGENET_SIZE
+    mode = transforms.InterpolationMode(options.interpolation)
+    if train and options.augment:
+        steps = [transforms.RandomResizedCrop(size, interpolation=mode), transforms.RandomHorizontalFlip()]
+    else:
+        resized = math.floor(size / options.crop_pct)
+        steps = [transforms.Resize(resized, interpolation=mode), transforms.CenterCrop(size)]
+    chain: Callable[[Any], Tensor] = transforms.Compose([*steps, transforms.PILToTensor()])
+    return chain
+
+
+def _collate(examples: list[tuple[Tensor, int] | str]) -> list[Tensor] | str:
+    return next((error for error in examples if isinstance(error, str)), None) or default_collate(examples)
+
+
+def _ignore_interrupts(_: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the main process handles it and ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

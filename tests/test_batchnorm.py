@@ -1,0 +1,140 @@
+"""BatchNorm statistics gathered again, against values computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn import Config, GaussianNetwork
+from pwfn.bayes.batches import Batch, Source
+from pwfn.bayes.batchnorm import reestimate_batchnorm
+from pwfn.errors import DataError
+
+
+def source(loader: Iterable[Any]) -> Source:
+    return Source("train_loader", loader, torch.device("cpu"))
+
+
+def batchnorm_net(**options: Any) -> tuple[nn.Sequential, GaussianNetwork]:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, **options), nn.Dropout(0.5), nn.Linear(4, 2)
+    ).double()
+    return model, GaussianNetwork(model)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batchnorm_statistics_are_plain_means_over_batches_at_the_point_estimate(
+    momentum: float | None,
+) -> None:
+    model, net = batchnorm_net(momentum=momentum)
+    inputs = [torch.randn(n, 3, dtype=torch.float64) + n for n in (5, 5, 2)]
+    net.train()
+    assert reestimate_batchnorm(net, source([*inputs, torch.zeros(9, 3)]).batches(), 3, "here") == 1
+    linear = model[0]
+    activations = [x @ linear.weight.detach().T + linear.bias.detach() for x in inputs]
+    layer = net.model.get_submodule("1")
+    mean = torch.stack([a.mean(0) for a in activations]).mean(0)
+    variance = torch.stack([a.var(0, unbiased=True) for a in activations]).mean(0)
+    torch.testing.assert_close(layer.running_mean, mean, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(layer.running_var, variance, rtol=1e-12, atol=1e-14)
+    assert layer.momentum == momentum
+    assert net.training
+    assert all(module.training for module in net.modules())
+    assert torch.equal(model[1].running_mean, torch.zeros(4).double())  # the user's own
+
+
+def test_every_batchnorm_sees_the_one_before_it_normalise() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+    net = GaussianNetwork(model).eval()
+    x = torch.randn(6, 2, dtype=torch.float64)
+    assert reestimate_batchnorm(net, source([x]).endless(), 1, "here") == 2
+    hidden = F.linear(x, model[0].weight, model[0].bias).detach()
+    normal = (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + 1e-5).sqrt()
+    second = F.linear(normal, model[2].weight, model[2].bias).detach()
+    torch.testing.assert_close(
+        net.model.get_submodule("3").running_mean, second.mean(0), rtol=1e-10, atol=1e-12
+    )
+    torch.testing.assert_close(
+        net.model.get_submodule("3").running_var, second.var(0), rtol=1e-10, atol=1e-12
+    )
+    assert not any(module.training for module in net.modules())
+
+
+def test_reestimation_changes_nothing_else() -> None:
+    _, net = batchnorm_net()
+    before = {name: value.clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    data = [torch.randn(5, 3).double()]
+    random_state = torch.get_rng_state()
+    reestimate_batchnorm(net, source(data).endless(), 1, "here")
+    assert torch.equal(torch.get_rng_state(), random_state)  # neither noise nor dropout was drawn
+    after = net.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked"}
+
+
+def test_a_failure_in_reestimation_puts_momentum_and_mode_back() -> None:
+    _, net = batchnorm_net(momentum=0.3)
+    net.eval()
+    with pytest.raises(DataError, match="there: the model cannot take"):
+        reestimate_batchnorm(net, source([torch.zeros(5, 7).double()]).endless(), 1, "there")
+    layer = net.model.get_submodule("1")
+    assert layer.momentum == 0.3
+    assert torch.equal(layer.running_var, torch.ones(4).double())
+    assert not net.training
+    assert not layer.training
+
+
+def test_layers_without_running_statistics_of_batches_are_left_alone() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Conv1d(1, 2, 1),
+        nn.InstanceNorm1d(2, track_running_stats=True),
+        nn.BatchNorm1d(2, track_running_stats=False),
+        nn.GroupNorm(1, 2),
+    )
+    model(torch.randn(4, 1, 5))  # gathers statistics of instances
+    net = GaussianNetwork(model).eval()
+    gathered = net.model.get_submodule("1").running_mean.clone()
+    assert gathered.abs().sum() > 0
+    assert reestimate_batchnorm(net, source([torch.randn(4, 1, 5)]).endless(), 2, "here") == 0
+    assert torch.equal(net.model.get_submodule("1").running_mean, gathered)
+
+
+def test_a_batchnorm_that_no_batch_comes_through_keeps_its_statistics() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            self.helper = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.main(x) + self.helper(x) if self.training else self.main(x)
+
+    torch.manual_seed(4)
+    model = Branches()
+    model(torch.randn(8, 2) + 3)
+    net = GaussianNetwork(model)
+    helper = {k: v.clone() for k, v in net.model.get_submodule("helper.1").state_dict().items()}
+    assert reestimate_batchnorm(net, source([torch.randn(8, 2)]).endless(), 2, "here") == 1
+    after = net.model.get_submodule("helper.1").state_dict()
+    assert all(torch.equal(helper[name], after[name]) for name in helper)
+    assert int(net.model.get_submodule("main.1").num_batches_tracked) == 2
+
+
+def test_statistics_are_as_they_were_after_an_error_in_the_middle() -> None:
+    """The first batch is gathered from, the second cannot be taken."""
+    torch.manual_seed(0)
+    net = GaussianNetwork(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), Config())
+    before = {name: buffer.clone() for name, buffer in net.model[1].named_buffers()}
+    wrong = iter([Batch((torch.randn(8, 6),), {}, None), Batch((torch.randn(8, 5),), {}, None)])
+    with pytest.raises(DataError, match="here: the model cannot take inputs"):
+        reestimate_batchnorm(net, wrong, 2, "here")
+    assert all(torch.equal(buffer, before[name]) for name, buffer in net.model[1].named_buffers())
+    assert net.model[1].momentum == 0.1
