@@ -1,8 +1,8 @@
-"""Fashion-MNIST's test images as an npz, from the files of Debian's package dataset-fashion-mnist.
+"""Write the test images of Fashion-MNIST as an npz file, from Debian's package dataset-fashion-mnist.
 
 python experiments/fashion_mnist.py /usr/share/datasets/fashion-mnist data/fashion.npz
 
-Images of another kind for networks of CIFAR-10: `pwfn evaluate ... --ood npz:data/fashion.npz`.
+Out-of-distribution data for networks trained on CIFAR-10: `pwfn evaluate ... --ood npz:data/fashion.npz`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 
 
 def images(path: Path) -> NDArray[np.uint8]:
-    """An idx file of images: 16 bytes of head (magic, count, height, width), then the pixels."""
+    """Read an idx file of images: a header of 16 bytes (magic, count, height, width), then the pixels."""
     raw = gzip.decompress(path.read_bytes())
     magic, count, height, width = np.frombuffer(raw, ">u4", 4)
     if magic != 2051:
-        raise SystemExit(f"{path}: its magic number is {magic}, that of images is 2051")
+        raise SystemExit(f"{path}: its magic number is {magic}; an idx file of images has 2051")
     return np.frombuffer(raw, np.uint8, offset=16).reshape(int(count), int(height), int(width), 1)
 
 
 def main() -> None:
     """Write the npz."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with t10k-images-idx3-ubyte.gz")
+    parser.add_argument("folder", type=Path, help="holds t10k-images-idx3-ubyte.gz")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     found = images(options.folder / "t10k-images-idx3-ubyte.gz")

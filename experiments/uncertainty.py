@@ -1,13 +1,13 @@
-"""Does the posterior tell when a prediction is uncertain? Runs, their rivals, and why not, as one table.
+"""Does the posterior tell when a prediction is uncertain? Runs and their rivals as one table.
 
 python experiments/uncertainty.py run --model cifar_resnet18 --weights W.safetensors \
     --data npz:data/cifar10.npz --ood npz:data/fashion.npz --ood noise --seeds 0 1 2
 python experiments/uncertainty.py table            print the table of experiments/results/uncertainty
 
-`run` compresses the network with every variant and seed (or goes on with it), keeps the exact sigmas, and
-assesses each file: the ensemble of 20 draws beside its rivals, also against data from elsewhere; with
-BatchNorm statistics gathered anew for every draw; both at smaller scales of sigma; and with one sigma a
-centre in place of one a weight. With --plain only as it is.
+`run` compresses the network with every variant and seed (or resumes), keeps one sigma per weight, and
+assesses each file: the ensemble of 20 draws beside its rivals, also on out-of-distribution data; with
+BatchNorm statistics recalibrated for every draw; both at smaller scales of sigma; and with one sigma per
+centre instead of one per weight. With --plain only the first of these.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from uncertainty_table import AS_IT_IS, table
 
 from pwfn import Compressed, Config, load
-from pwfn.evaluate import Assessment, Rival, assess, open_outside, settled_by
-from pwfn.evaluate.recalibration import why_not
-from pwfn.run.console import Lines
+from pwfn.evaluate.assess import Assessment, Rival, assess
+from pwfn.evaluate.ood import open_ood
+from pwfn.evaluate.recalibration import Recalibration, why_not
 from pwfn.run.folder import run
-from pwfn.run.options import RunOptions
+from pwfn.run.options import RunOptions, settings
 from pwfn.run.resolve import network_of, preparation_of
 from pwfn.zoo import models
 from pwfn.zoo.data import DataOptions, open_source
@@ -37,11 +37,10 @@ RESULTS = Path(__file__).resolve().parent / "results" / "uncertainty"
 VARIANTS: dict[str, dict[str, Any]] = {
     "recommended": {},
     "fixed weights quiet": {"posterior.noise_on_fixed": False},
-    "sigma kept": {"clustering.fixed_sigma": "keep"},
     "sigma of the paper": {
         "posterior.init": "powers",
-        "posterior.learn_sigma": True,
-        "clustering.b": 7,
+        "training.sigma_learning_rate": 0.001,
+        "fixing.grid_exponent": 7,
     },
 }
 """What each changes from the recommended settings."""
@@ -61,7 +60,7 @@ def main() -> None:
     job.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     job.add_argument("--set", dest="changes", action="append", default=[], help="section.name=value, for all")
     job.add_argument("--samples", type=int, default=20)
-    job.add_argument("--plain", action="store_true", help="assess each file as it is, and ask no more")
+    job.add_argument("--plain", action="store_true", help="assess each file only as it is")
     job.add_argument("--device", default=None)
     job.add_argument("--runs", type=Path, default=Path("runs/uncertainty"))
     job.add_argument("--out", type=Path, default=RESULTS)
@@ -78,15 +77,13 @@ def main() -> None:
 
 
 def study(options: argparse.Namespace, variant: str, seed: int) -> None:
-    """One run, and all that is asked of its file."""
-    from pwfn.run.options import settings
-
+    """One run, and every assessment of its file."""
     name = f"{options.model}_{variant.replace(' ', '_')}_seed{seed}"
     config: Config = settings(None, None, options.changes, seed).override(VARIANTS[variant])
     chosen = RunOptions(options.model, options.data, options.runs / name, options.weights)
     chosen = replace(chosen, device=options.device, resume=True, posterior="weight")
     if not _done(chosen.out, config):
-        run(chosen, config, Lines(lambda line: print(name, line, flush=True)))
+        run(chosen, config)
     record = json.loads((chosen.out / "record.json").read_text())
     compressed = load(chosen.out / "model.pwfn")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -116,41 +113,41 @@ def study(options: argparse.Namespace, variant: str, seed: int) -> None:
 
 
 def _done(folder: Path, config: Config) -> bool:
-    """Whether the run has ended there, with these settings; a run that was cut off goes on instead."""
+    """Whether a run with these settings has finished there; one that was interrupted is resumed instead."""
     if not (folder / "model.pwfn").is_file() or not (folder / "record.json").is_file():
         return False
     found = json.loads((folder / "record.json").read_text())["identity"]["settings"]
-    return Config.recorded(found).in_force() == config.in_force()
+    return bool(found == config.to_dict())
 
 
 def _answers(
     options: argparse.Namespace, compressed: Compressed, seed: int, device: torch.device
 ) -> Iterator[tuple[str, Assessment]]:
-    """The assessment as it is, then each thing that could be why the ensemble is no better."""
+    """The assessment of the file as it is, then with each change that could explain a weak ensemble."""
     network = network_of(compressed, options.model).to(device)
     preparation = preparation_of(compressed, options.model, network)
     images = DataOptions.prepared(preparation, batch_size=128, test_batch_size=1000, seed=seed, device=device)
     own = open_source(options.data, images)
-    ood = {spec: open_outside(spec, own, images).loader for spec in options.ood}
+    ood = {spec: open_ood(spec, own, images).loader for spec in options.ood}
     original = network_of(compressed, options.model).to(device)
     if options.weights != "random":
         models.load_weights(original, options.weights)
 
-    def ask(of: Compressed, elsewhere: bool = False, **how: Any) -> Assessment:
+    def ask(of: Compressed, with_ood: bool = False, **how: Any) -> Assessment:
         common: dict[str, Any] = {"original": original, "samples": options.samples, "seed": seed}
-        return assess(of, network, own.test, ood=ood if elsewhere else None, **common, **how)
+        return assess(of, network, own.test, ood=ood if with_ood else None, **common, **how)
 
-    yield AS_IT_IS, ask(compressed, elsewhere=True)
+    yield AS_IT_IS, ask(compressed, with_ood=True)
     if options.plain:
         return
-    settle = settled_by(own.train, device=device) if why_not(network) is None else None
-    if settle is not None:
-        yield "statistics of every draw", ask(compressed, elsewhere=True, settle=settle)
+    recalibrate = Recalibration.from_loader(own.train, device=device) if why_not(network) is None else None
+    if recalibrate is not None:
+        yield "statistics of every draw", ask(compressed, with_ood=True, recalibrate=recalibrate)
     for scale in SCALES:
         yield f"sigma × {scale:g}", ask(compressed, sigma_scale=scale)
-        if settle is not None:
-            settled = ask(compressed, sigma_scale=scale, settle=settle)
-            yield f"statistics of every draw, sigma × {scale:g}", settled
+        if recalibrate is not None:
+            found = ask(compressed, sigma_scale=scale, recalibrate=recalibrate)
+            yield f"statistics of every draw, sigma × {scale:g}", found
     by_centre = replace(compressed, weight_sigma=None, centre_sigma=compressed.centre_sigmas())
     yield "one sigma a centre", ask(by_centre)
 

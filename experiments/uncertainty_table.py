@@ -1,4 +1,4 @@
-"""The table of experiments/results/uncertainty: every variant beside its rivals, mean over seeds."""
+"""The table of experiments/results/uncertainty: every variant beside its rivals, as means over seeds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pwfn import Config
-
 AS_IT_IS = "sigma × 1"
-"""The question that is no question: the file as it is."""
+"""The label of the assessment of a file as it is."""
 
 MEASURES = ("accuracy", "nll", "brier", "calibration_error", "risk_coverage_area")
 HEAD = ("variant", "predicts", "top-1, %", "NLL", "Brier", "ECE", "AURC", "AUROC", "FPR95", "seeds")
 
 
 def table(folder: Path) -> list[str]:
-    """Every variant and question as Markdown, mean ± standard deviation over seeds (n - 1), and where from.
+    """Every variant and assessment as Markdown, mean ± standard deviation over seeds (n - 1), with sources.
 
-    A table for each network. The rivals stand once for each variant, since they do not depend on the
-    question; the original, which is the same for all of them, once.
+    One table per network. Rivals appear once per variant, since they do not depend on the assessment; the
+    original network, which is the same for all variants, once.
     """
     by_network: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
@@ -40,8 +38,8 @@ def _table(found: Sequence[dict[str, Any]]) -> list[str]:
     lines, seen = [_line(HEAD), _line(["---"] * len(HEAD))], set[str]()
     for (variant, label), answers in groups.items():
         for rival in [row["name"] for row in answers[0]["rows"]]:
-            asked = label == AS_IT_IS or rival.startswith("ensemble")
-            if not asked or (rival.startswith("original") and rival in seen):
+            is_shown = label == AS_IT_IS or rival.startswith("ensemble")
+            if not is_shown or (rival.startswith("original") and rival in seen):
                 continue
             seen.add(rival)
             rows = [next(row for row in answer["rows"] if row["name"] == rival) for answer in answers]
@@ -79,22 +77,11 @@ def _notes(found: Sequence[dict[str, Any]]) -> list[str]:
         "± is the standard deviation over seeds (n - 1). AUROC and FPR95 are of data from elsewhere against "
         "the test images, by the largest probability.",
         "",
-        f"The files: {points}. Other than by the preset, for all: {_changes(found)}.",
+        f"The files: {points}.",
         "",
         f"Compressed on: {'; '.join(sorted(machines))}{scored}. Commits: "
         f"{', '.join(sorted({str(each['commit']) for each in found}))}.",
     ]
-
-
-def _changes(found: Sequence[dict[str, Any]]) -> str:
-    """The settings that are not those of the preset recommended, and are the same for all."""
-    usual, others = Config.preset("recommended").in_force(), []
-    configs = [Config.recorded(each["settings"]).in_force() for each in found]
-    for name, value in configs[0].items():
-        alike = all(config.get(name) == value for config in configs)
-        if alike and name != "seed" and usual.get(name) != value:
-            others.append(f"`{name} = {json.dumps(value)}`")
-    return ", ".join(others) or "nothing"
 
 
 def _by_variant(found: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pwfn.rounds import Run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -20,7 +21,6 @@ from pwfn.bayes.fold_batchnorm import fold_batchnorm, lighten, round_rest
 from pwfn.config import FinishConfig, Rest
 from pwfn.export.onnx import to_onnx
 from pwfn.file.format import dumps
-from pwfn.rounds import Run
 from pwfn.run.checkpoint import Store
 from pwfn.zoo.data import Repeated
 

@@ -1,7 +1,8 @@
-"""What all quantisers of weights have in common: one call, one protocol, nothing to wait for, their files."""
+"""What LSQ, LSQ+ and APoT have in common: nearest values, gradients, channels, files."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,46 +11,128 @@ import torch
 from torch import Tensor, nn
 from waiting import NoWaiting
 
+from pwfn.errors import ConfigError, WeightError
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load, save
-from pwfn.lab.quantisers import ApotQuantiser, LsqPlusQuantiser, LsqQuantiser, WeightQuantiser
+from pwfn.lab.quantisers import ApotQuantiser, Codes, LsqPlusQuantiser, LsqQuantiser, apot, lsq
+from pwfn.lab.quantisers.gradients import with_gradients
 from pwfn.layout import Entry, Layout, untouched
 
-Make = Callable[[Tensor, int, int | None], nn.Module]
-CASES: dict[str, tuple[Make, int | None]] = {
-    "lsq": (LsqQuantiser.for_weights, None),
-    "lsq per channel": (LsqQuantiser.for_weights, 0),
-    "lsq+": (LsqPlusQuantiser.for_weights, None),
-    "lsq+ per channel": (LsqPlusQuantiser.for_weights, 0),
-    "apot": (ApotQuantiser.for_weights, None),
+Make = Callable[[Tensor, int], nn.Module]
+CASES: dict[str, tuple[Make, bool]] = {
+    "lsq": (LsqQuantiser.for_weights, False),
+    "lsq per channel": (lambda w, bits: LsqQuantiser.for_weights(w, bits, axis=0), True),
+    "lsq+": (LsqPlusQuantiser.for_weights, False),
+    "lsq+ per channel": (lambda w, bits: LsqPlusQuantiser.for_weights(w, bits, axis=0), True),
+    "apot": (ApotQuantiser.for_weights, False),
 }
-ACTIVATIONS: dict[str, Callable[[Tensor, int, int | None], nn.Module]] = {
-    "lsq": LsqQuantiser.for_activations,
-    "lsq+": LsqPlusQuantiser.for_activations,
-    "apot": ApotQuantiser.for_activations,
-}
+"""How a quantiser of weights is made, and whether each channel has its own codebook."""
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_all_keep_the_protocol(case: str, bits: int) -> None:
-    make, axis = CASES[case]
-    weight = normal(6, 5, 3, 3)
-    quantiser = make(weight, bits, axis)
-    assert isinstance(quantiser, WeightQuantiser)
-    book = quantiser.codebook(weight)
-    assert book.shape[:-1] == (() if axis is None else (6,))
-    pairs = [(weight, quantiser(weight))] if axis is None else zip(weight, quantiser(weight), strict=True)
-    for (row, out), values in zip(pairs, book.reshape(1 if axis is None else 6, -1), strict=True):
-        assert torch.isin(out, values).all()
-        # Of all its values no weight has a nearer one (APoT's are those of the weights about their mean).
-        about = row - weight.mean() if case == "apot" else row
-        best = (about.reshape(-1, 1) - values).abs().amin(1)
-        torch.testing.assert_close((about - out).abs().reshape(-1), best, rtol=0, atol=1e-6)
+def test_a_weight_goes_to_the_nearest_value_of_the_codebook(case: str, bits: int) -> None:
+    make, per_channel = CASES[case]
+    weight = 0.02 * normal(6, 5, 3, 3, seed=bits) + 0.003
+    quantiser = make(weight, bits)
+    book = quantiser.codebook(weight) if case == "apot" else quantiser.codebook()
+    assert book.shape == (*((6,) if per_channel else ()), 2**bits - (case == "apot"))
+    assert bool((book.diff() > 0).all())
+    out = quantiser(weight)
+    assert not torch.signbit(out[out == 0]).any()
+    about = weight - weight.mean() if case == "apot" else weight  # APoT quantises weights without their mean
+    for row, quantised, values in zip(
+        about if per_channel else [about],
+        out if per_channel else [out],
+        book if per_channel else [book],
+        strict=True,
+    ):
+        assert torch.isin(quantised, values).all()  # to the last bit
+        best = (row.reshape(-1, 1) - values).abs().amin(1)
+        torch.testing.assert_close((row - quantised).abs().reshape(-1), best, rtol=0, atol=1e-8)
+
+
+SURROGATES = {
+    "lsq": (True, False),
+    "lsq unsigned": (False, False),
+    "lsq+": (False, True),
+    "apot": (True, False),
+    "apot unsigned": (False, False),
+}
+"""Whether it is signed, and whether it has an offset."""
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("case", SURROGATES)
+def test_gradients_are_the_slopes_of_the_surrogate(case: str, bits: int) -> None:
+    """With the rounding error r held, ``s (clip((x - beta) / s) + r) + beta`` is piecewise linear."""
+    signed, has_offset = SURROGATES[case]
+    low, high = Codes.of(bits, signed=signed)
+    scale = 0.3
+    if case.startswith("apot"):
+        low, high, scale = -1 if signed else 0, 1, 1.7
+    x = (normal(1025, seed=bits, dtype=torch.float64) * high * scale * 1.3).requires_grad_()
+    s = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    beta = torch.tensor(-0.4 if has_offset else 0.0, dtype=torch.float64, requires_grad=has_offset)
+    if case.startswith("apot"):
+        out = apot.quantise(x, s, apot.levels(bits, signed=signed), signed)
+    else:
+        out = lsq.quantise(x, s, Codes(low, high), offset=beta if has_offset else None)
+    r = ((out - beta) / s - ((x - beta) / s).clamp(low, high)).detach()
+    assert r.abs().max() <= 0.5 + 1e-9
+
+    def surrogate(x: Tensor, s: Tensor, beta: Tensor) -> Tensor:
+        return s * (((x - beta) / s).clamp(low, high) + r) + beta
+
+    factor = normal(1025, seed=99, dtype=torch.float64)
+    inputs = [x, s, beta]
+    found = torch.autograd.grad((out * factor).sum(), inputs[: 2 + has_offset])
+    h = 1e-6
+    for i, gradient in enumerate(found):
+        up, down = ([p.detach() + sign * h * (i == j) for j, p in enumerate(inputs)] for sign in (1, -1))
+        slope = (surrogate(*up) - surrogate(*down)) / (2 * h) * factor
+        torch.testing.assert_close(gradient, slope if i == 0 else slope.sum(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_per_channel_is_per_tensor_on_each_channel(axis: int, has_offset: bool) -> None:
+    codes, x = Codes.of(3, signed=True), (normal(3, 4, 5) * normal(3, 4, 5, seed=1).exp()).requires_grad_()
+    count = x.shape[axis]
+    step = (normal(count, seed=3).abs() + 0.1).requires_grad_()
+    offset = normal(count, seed=4).requires_grad_() if has_offset else None
+    factor = normal(3, 4, 5, seed=2)
+    inputs = [x, step] if offset is None else [x, step, offset]
+    out = lsq.quantise(x, step, codes, axis, 0.7, offset)
+    by_x, *others = torch.autograd.grad((out * factor).sum(), inputs)
+    for i in range(count):
+        part = [p.detach()[i].requires_grad_() for p in inputs[1:]]
+        piece = x.detach().select(axis, i).requires_grad_()
+        alone = lsq.quantise(piece, part[0], codes, None, 0.7, part[1] if has_offset else None)
+        assert torch.equal(alone, out.select(axis, i))
+        its_x, *its_others = torch.autograd.grad((alone * factor.select(axis, i)).sum(), [piece, *part])
+        assert torch.equal(its_x, by_x.select(axis, i))
+        for one, channels in zip(its_others, others, strict=True):
+            torch.testing.assert_close(one, channels[i])  # summed in another order
+
+
+def test_gradients_go_to_those_that_share_them_and_to_no_others() -> None:
+    value = normal(3, 4)
+    by_x, by_row, by_all = (normal(3, 4, seed=seed) for seed in (1, 2, 3))
+    x, row = torch.zeros(3, 4, requires_grad=True), torch.zeros(3, 1, requires_grad=True)
+    constant = torch.tensor(math.nan)  # values are not used
+    out = with_gradients(value, (x, by_x), (row, by_row), (constant, by_all))
+    assert torch.equal(out, value)
+    out.backward(torch.full((3, 4), 2.0))
+    torch.testing.assert_close(x.grad, 2 * by_x, rtol=0, atol=0)
+    torch.testing.assert_close(row.grad, 2 * by_row.sum(1, keepdim=True))
+    assert constant.grad is None
+    with torch.no_grad():
+        assert not with_gradients(value, (x, by_x)).requires_grad
 
 
 def test_the_watch_over_waiting_sees_it() -> None:
@@ -60,46 +143,52 @@ def test_the_watch_over_waiting_sees_it() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_step_with_weights_waits_for_the_device(case: str) -> None:
-    make, axis = CASES[case]
+def test_no_step_waits_for_the_device(case: str) -> None:
     weight = normal(6, 5, 3, 3).requires_grad_()
-    quantiser = make(weight, 4, axis)
+    quantiser = CASES[case][0](weight, 4)
     with NoWaiting():
         quantiser(weight).square().sum().backward()
     assert weight.grad is not None
     assert all(p.grad is not None and p.grad.shape == p.shape for p in quantiser.parameters())
 
 
-@pytest.mark.parametrize("case", ACTIVATIONS)
-def test_no_step_with_activations_waits_for_the_device(case: str) -> None:
-    batch = normal(6, 5, 3, 3).requires_grad_()
-    quantiser = ACTIVATIONS[case](batch.detach(), 4, None)
-    with NoWaiting():
-        quantiser(batch).square().sum().backward()
-    assert batch.grad is not None
-    assert all(p.grad is not None and p.grad.shape == p.shape for p in quantiser.parameters())
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 8])
 @pytest.mark.parametrize("case", CASES)
 def test_quantised_network_is_saved_and_reloaded_bit_equal(case: str, bits: int, tmp_path: Path) -> None:
-    make, axis = CASES[case]
+    make, per_channel = CASES[case]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 16, 3, bias=False))
     layout = Layout.of(model, include=["0.weight", "2.weight"])
     weights = layout.views(layout.gather(model))
     with torch.no_grad():
-        quantised = {name: make(weight, bits, axis)(weight) for name, weight in weights.items()}
+        quantised = {name: make(weight, bits)(weight) for name, weight in weights.items()}
     values = torch.cat([quantised[entry.name].reshape(-1) for entry in layout.entries])
 
     def divide(entry: Entry) -> tuple[int, int]:
-        return 0, 1 if axis is None else entry.shape[0]
+        return 0, entry.shape[0] if per_channel else 1
 
     compressed = Compressed.of(layout, values, None, untouched(model, layout), divide=divide)
-    assert len(compressed.codebooks) == (2 if axis is None else 24)
+    assert len(compressed.codebooks) == (24 if per_channel else 2)
     assert max(len(book) for book in compressed.codebooks) <= 2**bits
     path = tmp_path / "model.pwfn"
     save(compressed, path, posterior="none")
     again = load(path).dense_state_dict()
     for name, tensor in quantised.items():
         assert torch.equal(again[name], tensor)
+
+
+@pytest.mark.parametrize("bits", [1, 9, -2, True, 2.5, "4"])
+def test_bits_outside_2_to_8_are_refused(bits: int) -> None:
+    for make, _ in CASES.values():
+        with pytest.raises(ConfigError, match="2 to 8"):
+            make(normal(127), bits)
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    for make, _ in CASES.values():
+        with pytest.raises(WeightError, match="empty"):
+            make(torch.zeros(0, 3), 4)
+    with pytest.raises(WeightError, match="axis is 2"):
+        LsqQuantiser.for_weights(torch.zeros(3, 3), bits=4, axis=2)
+    with pytest.raises(WeightError, match="pass the weights"):
+        ApotQuantiser.for_weights(normal(5, 4), 4).codebook()

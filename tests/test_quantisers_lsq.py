@@ -1,31 +1,21 @@
-"""LSQ: the step's gradient by its formula and by differences, the values, the channels."""
+"""LSQ and LSQ+: values and gradients by their formulas, and where they start."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from test_quantisers import normal
 from torch import Tensor
+from torch.nn import functional as F
 
-from pwfn.errors import ConfigError, WeightError
-from pwfn.lab.quantisers.lsq import (
-    SMALLEST_STEP,
-    Codes,
-    LsqQuantiser,
-    gradient_scale,
-    initial_step,
-    quantise,
-    signed_codes,
-    unsigned_codes,
-)
-from pwfn.lab.quantisers.slopes import with_slopes
+from pwfn.lab.quantisers import LsqQuantiser, PartsQuantiser, lsqplus
+from pwfn.lab.quantisers.lsq import Codes, gradient_scale, initial_step, quantise
+from pwfn.lab.quantisers.lsqplus import initial_step_and_offset
 
 ALL_BITS = range(2, 9)
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def gradient(tensor: Tensor) -> Tensor:
@@ -33,212 +23,128 @@ def gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def codes_of(bits: int, signed: bool) -> Codes:
-    return signed_codes(bits) if signed else unsigned_codes(bits)
-
-
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_codes_are_two_to_the_bits_whole_numbers(bits: int) -> None:
-    assert signed_codes(bits) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    assert unsigned_codes(bits) == (0, 2**bits - 1)
-    for codes in (signed_codes(bits), unsigned_codes(bits)):
-        assert codes.high - codes.low + 1 == 2**bits
-
-
-@pytest.mark.parametrize("bits", [1, 9, 0, -2, True, 2.5, "4"])
-def test_other_bits_are_refused(bits: int) -> None:
-    with pytest.raises(ConfigError, match="2 to 8"):
-        signed_codes(bits)
-
-
-def test_initial_step_by_hand() -> None:
-    # bits 4: Q_P = 7; mean |w| = 1.5
-    assert initial_step(torch.tensor([1.0, -2.0]), signed_codes(4)).item() == pytest.approx(3 / math.sqrt(7))
-    # bits 2, unsigned: Q_P = 3
-    assert initial_step(torch.tensor([1.0, 2.0]), unsigned_codes(2)).item() == pytest.approx(3 / math.sqrt(3))
-    assert initial_step(torch.zeros(5), signed_codes(4)).item() == pytest.approx(SMALLEST_STEP)
-
-
-def step_gradient(u: float, codes: Codes) -> float:
-    """Esser et al., eq. 3, one element, in plain Python."""
-    if u <= codes.low:
-        return float(codes.low)
-    if u >= codes.high:
-        return float(codes.high)
-    return round(u) - u  # both round half to even
-
-
+@pytest.mark.parametrize("offset", [None, -0.375])
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_step_gradient_is_the_formula_element_by_element(bits: int, signed: bool) -> None:
-    codes, s = codes_of(bits, signed), 0.25
-    borders = (
-        torch.tensor([codes.low, codes.high, codes.low - 1, codes.high + 1, 0.0, 0.5, -0.5]).double() * s
-    )
-    x = torch.cat((normal(127, seed=bits, dtype=torch.float64) * codes.high * s, borders))
-    for element in x:
-        step = torch.tensor(s, dtype=torch.float64, requires_grad=True)
-        quantise(element, step, codes).backward()
-        assert step.grad is not None
-        assert step.grad.item() == pytest.approx(step_gradient(element.item() / s, codes), abs=1e-12)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_gradients_are_the_slopes_of_the_surrogate(bits: int, signed: bool) -> None:
-    """With the rounding error r held, s (clip(x / s) + r) is piecewise linear: differences are exact."""
-    codes, h = codes_of(bits, signed), 1e-6
-    s = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    x = (normal(1025, seed=bits, dtype=torch.float64) * codes.high * 0.3).requires_grad_()
-    u = (x / s).detach().clamp(*codes)
-    r = u.round() - u
-
-    def surrogate(x: Tensor, s: Tensor) -> Tensor:
-        return s * ((x / s).clamp(*codes) + r)
-
-    out = quantise(x, s, codes)
-    assert torch.allclose(out, surrogate(x, s), atol=1e-12, rtol=0)
-    weight = normal(1025, seed=99, dtype=torch.float64)
-    (out * weight).sum().backward()
-    assert s.grad is not None
-    assert x.grad is not None
-    with torch.no_grad():
-        by_s = ((surrogate(x, s + h) - surrogate(x, s - h)) / (2 * h) * weight).sum()
-        by_x = (surrogate(x + h, s) - surrogate(x - h, s)) / (2 * h) * weight
-    assert s.grad.item() == pytest.approx(by_s.item(), rel=1e-6)
-    assert torch.allclose(x.grad, by_x, atol=1e-7, rtol=0)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_data_gradient_is_one_inside_and_zero_outside(bits: int, signed: bool) -> None:
-    codes, step = codes_of(bits, signed), torch.tensor(0.125)
-    x = (normal(1025) * codes.high * 0.125).requires_grad_()
-    quantise(x, step, codes).sum().backward()
-    assert x.grad is not None
-    u = x.detach() / step
-    assert torch.equal(x.grad, ((u > codes.low) & (u < codes.high)).float())
-    assert 0 < x.grad.sum() < 1025
-
-
-@pytest.mark.parametrize("axis", [None, 0, 1, -1])
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_every_value_is_in_the_codebook_and_quantising_again_changes_nothing(
-    bits: int, axis: int | None
+def test_value_and_gradients_are_the_formulas_element_by_element(
+    bits: int, signed: bool, offset: float | None
 ) -> None:
-    weight = normal(7, 5, 33, seed=bits)
-    quantiser = LsqQuantiser.for_weights(weight, bits, axis)
-    once = quantiser(weight)
-    assert torch.equal(quantiser(once), once)
-    book = quantiser.codebook()
-    assert book.shape[-1] == 2**bits
-    parts = [once] if axis is None else once.unbind(axis)
-    for part, values in zip(parts, book.reshape(-1, 2**bits), strict=True):
-        assert torch.equal(values, values.unique())
-        assert torch.isin(part, values).all()  # to the last bit
-        assert len(part.unique()) <= 2**bits
+    """Esser et al., eqs. 1, 2, 3 and 5, in plain Python; Bhalgat et al. for the offset."""
+    (low, high), s, beta = Codes.of(bits, signed=signed), 0.25, offset or 0.0
+    borders = torch.tensor([low, high, low - 1, high + 1, 0.0, 0.5, -0.5], dtype=torch.float64) * s + beta
+    x = torch.cat((normal(127, seed=bits, dtype=torch.float64) * high * s, borders)).requires_grad_()
+    step, shift = (torch.full_like(x, p).requires_grad_() for p in (s, beta))  # one per element
+    out = quantise(x, step, Codes(low, high), offset=None if offset is None else shift)
+    out.sum().backward()
+    found = [out.tolist(), gradient(x).tolist(), gradient(step).tolist()]
+    found += [] if offset is None else [gradient(shift).tolist()]
+    for element, *values in zip(x.tolist(), *found, strict=True):
+        u = (element - beta) / s
+        code = round(min(max(u, low), high))  # both round half to even
+        inside = low < u < high
+        expected = [code * s + beta, float(inside), code - u if inside else code, float(not inside)]
+        assert values == pytest.approx(expected[: len(values)], abs=1e-12)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_per_channel_is_per_tensor_on_each_channel(bits: int, axis: int) -> None:
-    weight = normal(3, 4, 5) * normal(3, 4, 5, seed=1).exp()
-    slope = normal(3, 4, 5, seed=2)
-    together = LsqQuantiser.for_weights(weight, bits, axis)
-    weight.requires_grad_()
-    out = together(weight)
-    out.backward(slope)
-    for channel in range(weight.shape[axis]):
-        part = weight.detach().select(axis, channel).clone()
-        step = initial_step(part, signed_codes(bits))
-        assert torch.allclose(step, together.step[channel], rtol=1e-6)  # sums in another order
-        alone = LsqQuantiser(together.step[channel], signed_codes(bits))
-        part.requires_grad_()
-        quantised = alone(part)
-        assert torch.equal(quantised, out.select(axis, channel))
-        quantised.backward(slope.select(axis, channel))
-        assert torch.equal(gradient(part), gradient(weight).select(axis, channel))
-        assert torch.allclose(gradient(alone.step), gradient(together.step)[channel], rtol=1e-5, atol=1e-6)
+def test_starting_steps_by_hand() -> None:
+    # LSQ: 2 mean|w| / sqrt(Q_P) with mean|w| = 1.5; Q_P = 7 for 4 signed bits, 3 for 2 unsigned ones.
+    assert initial_step(torch.tensor([1.0, -2.0]), Codes(-8, 7)).item() == pytest.approx(3 / math.sqrt(7))
+    assert initial_step(torch.tensor([1.0, 2.0]), Codes(0, 3)).item() == pytest.approx(3 / math.sqrt(3))
+    assert 0 < initial_step(torch.zeros(5), Codes(-8, 7)).item() < 1e-6
+    # LSQ+: mu = -1, sigma = 2: |mu - 3 sigma| = 7 and |mu + 3 sigma| = 5, over 2^3.
+    assert lsqplus.initial_step(torch.tensor([-3.0, 1.0]), bits=4).item() == 7 / 8
+    by_channel = lsqplus.initial_step(torch.tensor([[-3.0, 1.0], [1.0, 3.0]]), bits=4, axis=0)
+    assert by_channel.tolist() == [7 / 8, 5 / 8]
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_activations_on_a_grid_are_met_exactly(bits: int) -> None:
+    x = torch.arange(2**bits).repeat(3) * 0.25 - 1.5
+    step, offset = initial_step_and_offset(x, bits)
+    assert (step.item(), offset.item()) == pytest.approx((0.25, -1.5), abs=1e-6)
+    alike = torch.full((4, 3), 0.7)
+    step, offset = initial_step_and_offset(alike, bits)
+    torch.testing.assert_close(quantise(alike, step, Codes(0, 2**bits - 1), offset=offset), alike)
+
+
+@pytest.mark.parametrize("shape", ["normal", "relu", "gelu", "long tailed"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_initial_error_is_no_worse_than_a_search_over_ranges(bits: int, shape: str) -> None:
+    x, codes = normal(1025, seed=bits, dtype=torch.float64), Codes.of(bits, signed=False)
+    x = {"normal": x, "relu": x.relu(), "gelu": F.gelu(x), "long tailed": x**3}[shape]
+
+    def error(step: Tensor, offset: Tensor) -> float:
+        return float((quantise(x, step, codes, offset=offset) - x).square().sum())
+
+    found = error(*initial_step_and_offset(x, bits))
+    low, width = x.min(), x.max() - x.min()
+    assert found <= error(width / codes.high, low)
+    searched = min(
+        error(width * (25 - a - b) / 25 / codes.high, low + width * a / 25)
+        for a, b in itertools.product(range(25), range(25))
+        if a + b < 25
+    )
+    assert found <= 1.02 * searched
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_quantising_again_changes_nothing(bits: int) -> None:
+    x = F.gelu(normal(9, 35, seed=bits))
+    weights = LsqQuantiser.for_weights(x, bits)
+    step, offset = initial_step_and_offset(x, bits)
+    activations = LsqQuantiser(step, Codes.of(bits, signed=False), batched=True, offset=offset)
+    for quantiser in (weights, activations):
+        once = quantiser(x)
+        assert torch.isin(once, quantiser.codebook()).all()  # to the last bit
+        assert torch.equal(quantiser(once), once)
 
 
 def test_the_step_gradient_keeps_its_digits() -> None:
     """Every round(u) - u is -1/256; the sums of round(u) and of u, taken apart, would lose it."""
     code = torch.arange(20.0, 100.0).repeat(1000)
     step = torch.tensor(1.0, requires_grad=True)
-    quantise(code + 1 / 256, step, signed_codes(8)).backward(code)
+    quantise(code + 1 / 256, step, Codes.of(8, signed=True)).backward(code)
     assert gradient(step).item() == -code.sum().item() / 256
 
 
-def test_the_module_scales_the_step_gradient_by_weights_and_codes() -> None:
-    weight = normal(6, 10)
-    quantiser = LsqQuantiser.for_weights(weight, bits=4)
-    quantiser(weight).sum().backward()
-    step = quantiser.step.detach().clone().requires_grad_()
-    quantise(weight, step, signed_codes(4)).sum().backward()
-    assert quantiser.step.grad is not None
-    assert step.grad is not None
-    assert gradient_scale(60, signed_codes(4)) == 1 / math.sqrt(60 * 7)
-    assert quantiser.step.grad.item() == pytest.approx(step.grad.item() / math.sqrt(60 * 7), rel=1e-5)
-
-
-def test_the_batch_size_does_not_change_an_activation_step_gradient() -> None:
-    batch = normal(4, 3, 5).relu()
-    gradients = []
-    for x in (batch, torch.cat((batch, batch))):
-        quantiser = LsqQuantiser.for_activations(x, bits=3)
-        (quantiser(x).square().sum() / len(x)).backward()
-        assert quantiser.step.grad is not None
-        gradients.append(quantiser.step.grad.item())
-    assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)
-
-
-def test_negative_activations_become_zero_unless_signed() -> None:
-    x = torch.tensor([[-2.0, 1.0]])
-    assert LsqQuantiser.for_activations(x, bits=8)(x)[0, 0].item() == 0
-    assert LsqQuantiser.for_activations(x, bits=8, signed=True)(x)[0, 0].item() < 0
+@pytest.mark.parametrize(
+    ("batched", "axis", "count"), [(False, None, 60), (False, 0, 15), (True, None, 15), (True, 1, 5)]
+)
+def test_the_gradient_scale_counts_the_elements_that_share_a_step(
+    batched: bool, axis: int | None, count: int
+) -> None:
+    """1 / sqrt(count Q_P); the batch is not counted."""
+    codes, x = Codes(-8, 7), normal(4, 3, 5)
+    steps = torch.tensor(0.2) if axis is None else torch.full((x.shape[axis],), 0.2)
+    quantiser = LsqQuantiser(steps, codes, axis, batched=batched)
+    quantiser(x).sum().backward()
+    plain = steps.clone().requires_grad_()
+    quantise(x, plain, codes, axis).sum().backward()
+    assert gradient_scale(count, codes) == 1 / math.sqrt(count * 7)
+    torch.testing.assert_close(gradient(quantiser.step), gradient(plain) / math.sqrt(count * 7))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
 def test_a_step_that_fell_to_zero_or_below_gives_numbers_and_can_come_back(value: float) -> None:
-    quantiser = LsqQuantiser(torch.tensor(value), signed_codes(4))
-    weight = normal(127)
+    quantiser, weight = LsqQuantiser(torch.tensor(value), Codes.of(4, signed=True)), normal(127)
     out = quantiser(weight)
     assert torch.isin(out, quantiser.codebook()).all()
     (out - weight).square().sum().backward()
-    assert quantiser.step.grad is not None
-    assert quantiser.step.grad.item() < 0  # descent makes the step larger
+    assert gradient(quantiser.step).item() < 0  # descent makes the step larger
 
 
-def test_zero_is_never_negative() -> None:
-    out = quantise(torch.tensor([-0.1, -0.0]), torch.tensor(1.0), signed_codes(4))
-    assert not torch.signbit(out).any()
-
-
-def test_what_cannot_be_quantised_is_refused() -> None:
-    with pytest.raises(WeightError, match="empty"):
-        LsqQuantiser.for_weights(torch.zeros(0, 3), bits=4)
-    with pytest.raises(WeightError, match="axis is 2"):
-        LsqQuantiser.for_weights(torch.zeros(3, 3), bits=4, axis=2)
-    for axis in (0, -2):
-        with pytest.raises(WeightError, match="batch"):
-            LsqQuantiser.for_activations(torch.zeros(3, 3), bits=4, axis=axis)
-
-
-def test_slopes_go_to_those_that_share_them_and_to_no_others() -> None:
-    value = normal(3, 4)
-    by_x, by_row, by_all = (normal(3, 4, seed=seed) for seed in (1, 2, 3))
-    x, row, constant = (
-        torch.zeros(3, 4),
-        torch.zeros(3, 1),
-        torch.tensor(math.nan),
-    )  # values are not looked at
-    x.requires_grad_()
-    row.requires_grad_()
-    out = with_slopes(value, (x, by_x), (row, by_row), (constant, by_all))
-    assert torch.equal(out, value)
-    out.backward(torch.full((3, 4), 2.0))
-    assert torch.equal(gradient(x), 2 * by_x)
-    assert torch.allclose(gradient(row), 2 * by_row.sum(1, keepdim=True))
-    assert constant.grad is None
-    with torch.no_grad():
-        assert not with_slopes(value, (x, by_x)).requires_grad
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_quantiser_of_parts_is_one_quantiser_for_each(axis: int) -> None:
+    weight = normal(6, 9).requires_grad_()
+    quantiser = PartsQuantiser(weight, 3, axis, 3)
+    out = quantiser(weight)
+    pieces = [piece.detach().requires_grad_() for piece in weight.chunk(3, axis)]
+    alone = [LsqQuantiser.for_weights(piece, 3) for piece in pieces]
+    wanted = torch.cat([one(piece) for one, piece in zip(alone, pieces, strict=True)], axis)
+    assert torch.equal(out, wanted)
+    out.square().sum().backward()
+    wanted.square().sum().backward()
+    torch.testing.assert_close(gradient(weight), torch.cat([gradient(piece) for piece in pieces], axis))
+    torch.testing.assert_close(
+        gradient(quantiser.lsq.step), torch.stack([gradient(one.step) for one in alone])
+    )

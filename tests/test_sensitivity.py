@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pwfn.bayes.pwfn import Pwfn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +18,6 @@ from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.gaussian import SIGMA_FLOOR, GaussianNetwork
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.pwfn import Pwfn
 from pwfn.bayes.sensitivity import Looking
 from pwfn.errors import WeightError
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from pwfn.bayes.pwfn import Pwfn
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,7 +26,6 @@ from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Processes, distributed_for, end_process, launched
 from pwfn.bayes.gaussian import curvature_sigma
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.pwfn import Pwfn
 from pwfn.bayes.sensitivity import Looking
 from pwfn.bayes.train import diagonal_fisher
 from pwfn.config import Precision

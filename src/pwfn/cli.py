@@ -210,10 +210,10 @@ def evaluate(
         _option(TRUST, "Out-of-distribution data: npz:PATH, noise, shift:rotate:90, …"),
     ] = None,
     sigma_scale: Annotated[float, _option(TRUST, "Draws are mu + this × sigma × noise.", min=0)] = 1.0,
-    settle: Annotated[
+    recalibrate: Annotated[
         int,
         typer.Option(
-            help="Gather BatchNorm statistics anew for every draw, from so many training batches.", min=0
+            help="Recompute BatchNorm statistics for every draw, on so many training batches.", min=0
         ),
     ] = 0,
     out: Annotated[Path | None, _option(TRUST, "Also write the table to this JSON file.")] = None,
@@ -230,7 +230,7 @@ def evaluate(
     how = options.RunOptions(
         *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
     )
-    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, settle)
+    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, recalibrate)
     facts, lines = filescores.evaluated(file, how, asked)
     typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
 

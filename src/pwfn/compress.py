@@ -22,7 +22,7 @@ from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
 from pwfn.bayes.sensitivity import probe
 from pwfn.bayes.train import PhaseState, fit, steps_in
-from pwfn.config import Config, Precision
+from pwfn.config import Config, Precision, SchedulerName
 from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError
 from pwfn.evaluate import trace
@@ -349,7 +349,7 @@ class Run:
             self.batches,
             steps,
             self.objective,
-            replace(training, scheduler="none", ema_decay=0.0) if polish else training,
+            replace(training, scheduler=SchedulerName.NONE, ema_decay=0.0) if polish else training,
             optimizer=optimizer,
             where=where,
             seed=seed,

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pwfn.lab.activations import ActivationKind
+from pwfn.lab.activations.quantise import ActivationQuantiser
 from pwfn.lab.baselines import kmeans_clusters as kmeans
 from pwfn.lab.baselines import wfn_rounds as wfn
 from pwfn.lab.baselines.wfn_rounds import Pull
@@ -16,13 +18,20 @@ from pwfn.lab.quantisers.together import LsqTogether, Part
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+
+def started(kind: ActivationKind, x: Tensor) -> nn.Module:
+    quantiser = ActivationQuantiser(kind, 4).to(x.device)
+    quantiser.start(x)
+    return quantiser
+
+
 QUANTISERS: dict[str, Callable[[Tensor], nn.Module]] = {
     "lsq": lambda w: LsqQuantiser.for_weights(w, 4),
     "lsq per channel": lambda w: LsqQuantiser.for_weights(w, 4, axis=0),
     "lsq+": lambda w: LsqPlusQuantiser.for_weights(w, 3),
-    "lsq+ activations": lambda x: LsqPlusQuantiser.for_activations(x, 4),
+    "lsq+ activations": lambda x: started(ActivationKind.LSQ_PLUS, x),
     "apot": lambda w: ApotQuantiser.for_weights(w, 4),
-    "apot activations": lambda x: ApotQuantiser.for_activations(x, 4),
+    "apot activations": lambda x: started(ActivationKind.APOT, x),
 }
 
 

@@ -1,7 +1,7 @@
-"""Entropy and counts of a network's values: in one pool, per layer, per input channel, per head.
+"""Entropy and counts of a network's values: whole network, per layer, per input channel, per attention part.
 
-Everything takes a layout and one value per weight, so that a run can be measured half way as
-well as at its end: ``summarise(compressed.layout, compressed.values())``.
+Every function takes a layout and one value per weight, so a run can be measured at any time:
+``summarise(compressed.layout, compressed.values())``.
 """
 
 from __future__ import annotations
@@ -12,25 +12,17 @@ import torch
 from torch import Tensor
 
 from pwfn.fixing import candidates as pow2
-from pwfn.fixing.unique import counted, distinct
-from pwfn.layout import Entry, Kind, Layout
+from pwfn.fixing.unique import unique, unique_counts
+from pwfn.layout import Kind, Layout
 
 
 def entropy_bits(values: Tensor) -> float:
-    """Entropy of the distinct values, ``-sum p log2 p``, in bits per weight.
+    """Entropy of the values, ``-sum p log2 p``, in bits per weight.
 
     >>> entropy_bits(torch.tensor([0.5, 0.5, 0.25, -0.25]))
     1.5
     """
-    return _entropy_bits(counted(values.reshape(-1))[1])
-
-
-def _entropy_bits(counts: Tensor) -> float:
-    """Of symbols that occur so often, each at least once."""
-    if counts.numel() == 0:
-        return 0.0
-    p = counts.double() / counts.sum()
-    return float(-(p * p.log2()).sum()) + 0.0
+    return Pool.of(values).entropy_bits
 
 
 @dataclass(frozen=True)
@@ -49,19 +41,24 @@ class Pool:
         >>> Pool.of(torch.tensor([0.5, 0.5, 0.375, 0.0])).power_of_two_share
         0.75
         """
-        return cls._counted(*counted(values.reshape(-1)))
+        return cls.of_counts(*unique_counts(values.reshape(-1)))
 
     @classmethod
-    def _counted(cls, values: Tensor, counts: Tensor) -> Pool:
-        """From distinct values, and how often each occurs; those that do not are left out."""
+    def of_counts(cls, values: Tensor, counts: Tensor) -> Pool:
+        """From unique values and how often each occurs; a count may be 0.
+
+        >>> Pool.of_counts(torch.tensor([0.25, 0.5]), torch.tensor([4, 4])).entropy_bits
+        1.0
+        """
         values, counts = values[counts > 0], counts[counts > 0]
         weights = int(counts.sum())
+        p = counts.double() / max(weights, 1)
         mantissa = torch.frexp(values).mantissa.abs()
         powers = int(counts[(mantissa == 0.5) | (mantissa == 0)].sum())
         return cls(
             weights=weights,
             unique=values.numel(),
-            entropy_bits=_entropy_bits(counts),
+            entropy_bits=float(-(p * p.log2()).sum()) + 0.0,  # + 0.0: never -0.0
             zero_share=int(counts[values == 0].sum()) / max(weights, 1),
             power_of_two_share=powers / max(weights, 1),
         )
@@ -69,99 +66,68 @@ class Pool:
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole network in one pool, the same without first and last layer and biases, by layer."""
+    """Counts of a whole network, of its inner weights, and of every layer."""
 
     whole: Pool
-    inner: Pool
-    layers: dict[str, Pool]  # by name of the parameter
-    orders: dict[int, int]  # weights by how many powers of two their value needs
+    inner: Pool  # without biases and without the first and the last layer, in the model's order
+    layers: dict[str, Pool]  # by parameter name
+    orders: dict[int, int]  # number of weights by order: how many powers of two their value needs
 
 
 def summarise(layout: Layout, values: Tensor) -> Summary:
     """Measure one value per weight.
 
-    First and last are the first and the last layer in the order in which the model defines them.
+    >>> from torch import nn
+    >>> found = summarise(Layout.of(nn.Linear(4, 1, bias=False)), torch.tensor([0.0, 0.5, -0.25, 0.375]))
+    >>> found.whole.unique, found.orders
+    (4, {0: 1, 1: 2, 2: 1})
     """
-    # One sort for all pools: what is left is counting small integers.
-    book, index = distinct(values.detach())
+    # One sort for all pools: the rest is counting small integers.
+    book, index = unique(values.detach())
     counts = {
         entry.name: torch.bincount(index[entry.span], minlength=book.numel()) for entry in layout.entries
     }
-    whole = torch.stack(list(counts.values())).sum(0)
-    inner = [counts[entry.name] for entry in inner_entries(layout)]
+    none = torch.zeros(book.numel(), dtype=torch.int64, device=book.device)
+    inner = [e.name for e in layout.entries if e.kind is Kind.WEIGHT and e.layer not in layout.ends]
+    whole = sum(counts.values(), none)
     return Summary(
-        whole=Pool._counted(book, whole),
-        inner=Pool._counted(book, torch.stack(inner).sum(0) if inner else torch.zeros_like(whole)),
-        layers={name: Pool._counted(book, own) for name, own in counts.items()},
+        whole=Pool.of_counts(book, whole),
+        inner=Pool.of_counts(book, sum((counts[name] for name in inner), none)),
+        layers={name: Pool.of_counts(book, own) for name, own in counts.items()},
         orders=_orders(book, whole),
     )
 
 
-def inner_entries(layout: Layout) -> list[Entry]:
-    """The compressed weights without biases and without the first and the last layer."""
-    return [e for e in layout.entries if e.kind is Kind.WEIGHT and e.layer not in layout.ends]
-
-
-def orders(values: Tensor) -> dict[int, int]:
-    """Number of weights by the order of their value: how many powers of two it needs.
-
-    >>> orders(torch.tensor([0.0, 0.5, -0.25, 0.375]))
-    {0: 1, 1: 2, 2: 1}
-    """
-    return _orders(*counted(values.reshape(-1)))
-
-
-def _orders(distinct: Tensor, counts: Tensor) -> dict[int, int]:
+def _orders(values: Tensor, counts: Tensor) -> dict[int, int]:
     found: dict[int, int] = {}
-    for value, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
         order = pow2.order(value)
         found[order] = found.get(order, 0) + count
     return dict(sorted(found.items()))
 
 
 def per_input_channel(layout: Layout, values: Tensor, name: str) -> list[Pool]:
-    """One pool for each input channel of a weight; empty where it has none (a bias, say)."""
+    """One pool per input channel of a weight; empty for parameters without input channels, such as biases."""
     entry = layout.entry(name)
     if entry.input_axis is None:
         return []
     tensor = values[entry.span].view(entry.shape)
-    if entry.input_axis == 0:  # transposed: the first axis is all input channels, whatever the groups
-        columns = list(tensor.unbind(0))
-    else:
-        by_group = tensor.tensor_split(entry.groups, 0)
-        columns = [column for group in by_group for column in group.unbind(entry.input_axis)]
-    return [Pool.of(column.reshape(-1)) for column in columns]
+    # The first axis of a transposed convolution holds the input channels of all groups.
+    groups = (tensor,) if entry.input_axis == 0 else tensor.tensor_split(entry.groups, 0)
+    return [Pool.of(channel) for group in groups for channel in group.unbind(entry.input_axis)]
 
 
 def per_attention_part(layout: Layout, values: Tensor, name: str) -> dict[str, list[Pool]]:
-    """For ``q``, ``k`` and ``v`` as far as the projection holds them: one pool per input channel.
+    """One pool per input channel of each of ``q``, ``k`` and ``v`` that a projection holds.
 
-    For a bias, which has no input channels, one pool per part. Empty for other parameters.
+    A bias has no input channels: one pool per part. Empty for other parameters.
     """
-    found: dict[str, list[Pool]] = {}
-    for part, block in _attention_blocks(layout, values, name).items():
-        axis = layout.entry(name).input_axis
-        columns = block.unbind(axis) if axis is not None else (block,)
-        found[part] = [Pool.of(column.reshape(-1)) for column in columns]
-    return found
-
-
-def per_head(layout: Layout, values: Tensor, name: str) -> dict[str, list[Pool]]:
-    """For ``q``, ``k`` and ``v`` as far as the projection holds them: one pool per attention head."""
     entry = layout.entry(name)
     if entry.attention is None:
         return {}
-    axis, heads = entry.attention.axis, entry.attention.heads
-    return {
-        part: [Pool.of(head.reshape(-1)) for head in block.tensor_split(heads, dim=axis)]
-        for part, block in _attention_blocks(layout, values, name).items()
-    }
-
-
-def _attention_blocks(layout: Layout, values: Tensor, name: str) -> dict[str, Tensor]:
-    entry = layout.entry(name)
-    if entry.attention is None:
-        return {}
-    tensor = values[entry.span].view(entry.shape)
+    tensor, axis = values[entry.span].view(entry.shape), entry.input_axis
     blocks = tensor.tensor_split(len(entry.attention.parts), dim=entry.attention.axis)
-    return dict(zip(entry.attention.parts, blocks, strict=True))
+    return {
+        part: [Pool.of(channel) for channel in (block.unbind(axis) if axis is not None else (block,))]
+        for part, block in zip(entry.attention.parts, blocks, strict=True)
+    }

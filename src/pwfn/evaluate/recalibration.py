@@ -1,4 +1,4 @@
-"""BatchNorm statistics of a draw's own: those of the point estimate do not fit a network with noise on it."""
+"""BatchNorm statistics of each draw: those of the point estimate do not fit a network with noisy weights."""
 
 from __future__ import annotations
 
@@ -21,105 +21,97 @@ from pwfn.evaluate.score import full_float32
 _NAME = "training data for BatchNorm statistics"
 
 
-@dataclass(frozen=True, eq=False)
-class Settling:
-    """Gathers BatchNorm statistics anew, always from the same batches; what :func:`settled_by` gives.
+@dataclass(frozen=True, eq=False, repr=False)
+class Recalibration:
+    """Recomputes BatchNorm statistics, always from the same batches: ``recalibrate=`` of ``ensemble``.
 
-    Of a channel, over m batches with n_b numbers x each::
+    Per channel, over m batches with n_b numbers x each, as torch computes them for ``momentum=None``::
 
         mean = 1/m sum_b mean_b        mean_b = sum x / n_b
         var  = 1/m sum_b var_b         var_b  = sum (x - mean_b)^2 / (n_b - 1)
 
-    as torch has it for a momentum of None. Layers without running statistics, or with
-    ``track_running_stats=False``, are left alone; one that no batch comes through keeps its own.
+    Noise on the weights adds ``sum_i sigma_i^2 x_i^2`` to the variance of ``w . x``, which statistics of the
+    point estimate do not contain. Layers that do not update running statistics are left alone; a layer that
+    no batch reaches keeps its own.
     """
 
     batches: tuple[Batch, ...]
 
+    @classmethod
+    def from_loader(
+        cls, loader: Iterable[Any], batches: int = 8, *, seed: int = 0, device: torch.device | str = "cpu"
+    ) -> Recalibration:
+        """Keep the first ``batches`` of training data, or one pass if it is shorter, on ``device``.
+
+        The device must be that of the network. The seed is for loaders that shuffle by global random states.
+
+        >>> batches = [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])]
+        >>> recalibrate = Recalibration.from_loader(batches)
+        >>> layer = nn.BatchNorm1d(1)
+        >>> recalibrate(layer)
+        >>> layer.running_mean.item(), layer.running_var.item()  # means 1 and 6, variances 2 and 8
+        (3.5, 5.0)
+        """
+        if batches < 1:
+            raise DataError(f"batches is {batches}: allowed is at least 1")
+        chosen = usable_device(device)
+        with seeded(seed, chosen):
+            taken = itertools.islice(Source(_NAME, loader, chosen).batches(epoch=0), batches)
+            kept = tuple(batch.cloned() for batch in taken)  # a loader may reuse its memory
+        if not kept:
+            raise DataError(f"{_NAME} gave no batch: pass a loader that is not empty")
+        return cls(kept)
+
+    def __repr__(self) -> str:
+        return f"Recalibration(batches={len(self.batches)}, examples={self.examples})"
+
     @property
     def examples(self) -> int:
-        """In all batches together."""
+        """Number of examples in all batches."""
         return sum(batch.size for batch in self.batches)
-
-    @property
-    def note(self) -> str:
-        """What is done, in a sentence, to stand beside the figures."""
-        amount = "1 training batch" if len(self.batches) == 1 else f"{len(self.batches)} training batches"
-        noun = "example" if self.examples == 1 else "examples"
-        return (
-            f"BatchNorm statistics were gathered anew for every draw, from {amount} "
-            f"({self.examples:,} {noun})"
-        )
-
-    def check(self, model: nn.Module) -> None:
-        """An error if a network has no statistics to gather, or has them in its scales and shifts."""
-        reason = why_not(model)
-        if reason is not None:
-            raise WeightError(reason)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> None:
-        """Give a network, on the device of the batches, the statistics that fit its weights.
+        """Give a network the statistics that fit its weights.
 
-        All else is in evaluation mode meanwhile; then every layer has its mode and momentum again, and
-        after an error its statistics too.
+        Everything else is in evaluation mode meanwhile. Modes and momenta are restored afterwards, and after
+        an error the statistics too.
         """
-        self.check(model)
+        reason = why_not(model)
+        if reason is not None:
+            raise WeightError(reason)
         with gathering(model), full_float32():
             for number, batch in enumerate(self.batches, 1):
-                # A copy: a network that works on its input in place would change it for the next draw.
+                # A copy: a network that works in place would change the input of the next draw.
                 batch.cloned().through(model, f"{_NAME}, batch {number}")
 
 
-def settled_by(
-    loader: Iterable[Any], batches: int = 8, *, seed: int = 0, device: torch.device | str = "cpu"
-) -> Settling:
-    """For ``settle=`` of ``ensemble`` and ``assess``: every draw with BatchNorm statistics of its own.
-
-    Noise on the weights adds variance to what a BatchNorm layer sees, ``sum_i sigma_i^2 x_i^2`` to that of
-    ``w . x``, and statistics from without the noise have none of it. Here they are gathered from the
-    first ``batches`` of training data, or as many as one pass has. These are taken once and kept on
-    ``device``, which is the network's; the seed is for loaders that shuffle from global random states.
-
-    >>> settle = settled_by([torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])])
-    >>> layer = nn.BatchNorm1d(1)
-    >>> settle(layer)
-    >>> layer.running_mean.item(), layer.running_var.item()  # means 1 and 6, variances 2 and 8
-    (3.5, 5.0)
-    """
-    if batches < 1:
-        raise DataError(f"batches is {batches}: allowed is at least 1")
-    chosen = usable_device(device)
-    with seeded(seed, chosen):
-        taken = itertools.islice(Source(_NAME, loader, chosen).batches(epoch=0), batches)
-        kept = tuple(batch.cloned() for batch in taken)  # a loader may use its memory again for the next
-    if not kept:
-        raise DataError(f"{_NAME} gave no batch: pass a loader that is not empty")
-    return Settling(kept)
-
-
 def why_not(model: nn.Module) -> str | None:
-    """Why a network cannot be given statistics that fit its weights, and what to do; None where it can."""
+    """Why a network cannot be recalibrated, and what to do; None if it can.
+
+    >>> why_not(nn.BatchNorm1d(3)) is None, why_not(nn.Linear(3, 3)) is None
+    (True, False)
+    """
     layers = tracked(model)
     if not layers:
         return (
-            f"{type(model).__name__} has no BatchNorm layer with running statistics, so that there are "
-            "none to gather for a draw: score it without (settle=None, or no --settle)"
+            f"{type(model).__name__} has no BatchNorm layer with running statistics to recalibrate: leave "
+            "out recalibrate= (on the command line --recalibrate)"
         )
     folded = next((name for name, layer in layers.items() if _is_folded(layer)), None)
     if folded is None:
         return None
     return (
-        f"BatchNorm {folded!r} has its statistics folded into its scale and shift "
-        "(finish.fold_batchnorm): they are no longer there, and gathering new ones would undo the "
-        "fold; use a file without it, or score it as it is (settle=None, or no --settle)"
+        f"BatchNorm {folded!r} has its statistics folded into its scale and shift (finish.fold_batchnorm), "
+        "and new ones would undo that: use a file without it, or leave out recalibrate= (on the command "
+        "line --recalibrate)"
     )
 
 
 def _is_folded(layer: _BatchNorm) -> bool:
-    """Whether a layer is as ``pwfn.bayes.fold_batchnorm.fold_batchnorm`` leaves it: mean 0, variance 1, no batch seen.
+    """Whether a layer is as ``fold_batchnorm`` leaves it: mean 0, variance 1, no batch seen.
 
-    So is a layer that was never trained, but its scales are one and the same number, and its shifts 0.
+    So is a layer that was never trained, but its scales are all equal and its shifts 0.
     """
     mean, var, seen = layer.running_mean, layer.running_var, layer.num_batches_tracked
     if mean is None or var is None or layer.weight is None or layer.bias is None:

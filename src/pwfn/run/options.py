@@ -51,12 +51,12 @@ class TrustOptions:
     ood: tuple[str, ...] = ()  # out-of-distribution data, by name
     sigma_scale: float = 1.0
     out: Path | None = None  # a file for the table of rivals, as JSON
-    settle: int = 0  # training batches that each draw's BatchNorm statistics are gathered from; 0: not
+    recalibrate: int = 0  # training batches for the BatchNorm statistics of each draw; 0: not recalibrated
 
     @property
     def wanted(self) -> bool:
         """Whether anything is asked."""
-        return bool(self.samples or self.ood or self.original or self.out or self.settle)
+        return bool(self.samples or self.ood or self.original or self.out or self.recalibrate)
 
 
 def settings(

@@ -1,9 +1,9 @@
-"""What the network in a file gets right."""
+"""Scores of the network in a .pwfn file on data by name, for ``pwfn evaluate`` and at the end of a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.objective import Objective
 from pwfn.config import Precision
-from pwfn.errors import ConfigError, DataError, FileError
-from pwfn.evaluate import calibration as uncertainty
-from pwfn.evaluate.assess import assess
-from pwfn.evaluate.assessment import Assessment, Rival
+from pwfn.errors import ConfigError, DataError, FileError, WeightError
+from pwfn.evaluate import calibration
+from pwfn.evaluate.assess import Assessment, Rival, assess
 from pwfn.evaluate.ensemble import ensemble
 from pwfn.evaluate.inspect import inspect
-from pwfn.evaluate.ood import open_outside
-from pwfn.evaluate.recalibration import Settling, settled_by, why_not
+from pwfn.evaluate.ood import open_ood
+from pwfn.evaluate.recalibration import Recalibration, why_not
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
@@ -32,145 +31,119 @@ from pwfn.run.options import RunOptions, TrustOptions
 from pwfn.run.resolve import check_classes, network_of, open_data, preparation_of
 from pwfn.zoo import models
 from pwfn.zoo.data import Data, DataOptions
-from pwfn.zoo.models import DataConfig
 
-_KEPT = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
-
-
-def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0) -> dict[str, Any]:
-    """What a file's network gets right on data by name, beside its size.
-
-    The network is the one that the file names, unless ``options.model`` is another. With ``samples``,
-    also what the mean prediction of so many draws from its posterior gets right.
-    """
-    file = _opened(path, options, seed)
-    facts = {"after": scores(file.network, file.source, file.distributed).to_dict(), **sizes(path)}
-    if samples:
-        facts["ensemble"] = _ensemble(file, samples, seed)
-    return facts
-
-
-def assess_file(
-    path: Path,
-    options: RunOptions,
-    *,
-    original: str | None = None,
-    ood: Sequence[str] = (),
-    samples: int = 20,
-    seed: int = 0,
-    sigma_scale: float = 1.0,
-    settle: int = 0,
-    out: Path | None = None,
-) -> tuple[dict[str, Any], Assessment]:
-    """As :func:`evaluate_file`, and how far the predictions can be trusted, beside those of simpler rivals.
-
-    ``original`` is where the weights from before are: a file, or "pretrained" for timm's own. ``ood``
-    is data from elsewhere by name (:func:`pwfn.evaluate.open_outside`). With ``settle``, every draw
-    has BatchNorm statistics of its own, from so many training batches
-    (:func:`pwfn.evaluate.settled_by`), and a note says so. With ``out``, the assessment is written
-    there too, as JSON.
-    """
-    if settle and not samples:
-        raise ConfigError(
-            f"--settle {settle} gathers BatchNorm statistics for every draw, and no draws are asked for: "
-            "give --samples as well"
-        )
-    file = _opened(path, options, seed)
-    device = file.distributed.device
-    settling = _settling(file, settle, seed) if settle else None
-    before = None if original is None else _original(file.compressed, options.model, original).to(device)
-    images = DataOptions.prepared(
-        file.preparation,
-        batch_size=options.batch_size,
-        test_batch_size=options.test_batch_size,
-        seed=seed,
-        device=device,
-        workers=options.workers,
-    )
-    others = {spec: open_outside(spec, file.source, images) for spec in ood}
-    found = assess(
-        file.compressed,
-        file.network,
-        file.source.test,
-        original=before,
-        ood={spec: other.loader for spec, other in others.items()},
-        samples=samples,
-        seed=seed,
-        sigma_scale=sigma_scale,
-        settle=settling,
-    )
-    notes = tuple(f"{spec}: {other.note}" for spec, other in others.items() if other.note)
-    if settling is not None:
-        notes += (settling.note,)
-    elif _is_worse_than_the_point(found) and why_not(file.network) is None:
-        notes += (
-            "the ensemble is worse than the point estimate, whose BatchNorm statistics the draws have: "
-            "--settle 8 gathers their own",
-        )
-    found = replace(found, notes=found.notes + notes)
-    facts = {"after": scores(file.network, file.source, file.distributed).to_dict(), **sizes(path)}
-    if samples:
-        facts["ensemble"] = found.row(Rival.ENSEMBLE).accuracy_all
-    assessed = found.to_dict()
-    if out is not None:
-        with replacing(out) as temporary:
-            temporary.write_text(json.dumps(assessed, indent=1) + "\n", encoding="utf-8")
-    return {**facts, "uncertainty": assessed}, found
+_SIZES = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
 
 
 def evaluated(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dict[str, Any], list[str]]:
-    """A file's figures, and the lines that tell of them; with the table of rivals where it is asked for."""
+    """The figures of a file, and lines of text; with the table of rivals if anything of it is asked for."""
     if not asked.wanted:
         facts = evaluate_file(path, options, seed=asked.seed)
         return facts, [summary_line(facts)]
-    facts, table = assess_file(
-        path,
-        options,
-        original=asked.original,
-        ood=asked.ood,
-        samples=asked.samples,
-        seed=asked.seed,
-        sigma_scale=asked.sigma_scale,
-        settle=asked.settle,
-        out=asked.out,
-    )
+    facts, table = assess_file(path, options, asked)
     return facts, [summary_line(facts), "", *table.lines()]
 
 
+def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0) -> dict[str, Any]:
+    """Loss, accuracy and sizes of a file; with ``samples`` also the accuracy of an ensemble of so many draws.
+
+    The network is the one named in the file, unless ``options.model`` names another.
+    """
+    file = _open(path, options, seed)
+    facts = {"after": scores(file.network, file.data, file.distributed).to_dict(), **sizes(path)}
+    if samples:
+        drawn = ensemble(file.compressed, file.network, file.data.test, samples, seed)
+        if drawn.targets is None:
+            raise DataError("test data have no labels: give (input, target) batches")
+        facts["ensemble"] = calibration.accuracy(drawn.probabilities, drawn.targets)
+    return facts
+
+
+def assess_file(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dict[str, Any], Assessment]:
+    """As :func:`evaluate_file`, and the table of rivals; it is also written to ``asked.out`` as JSON."""
+    if asked.recalibrate and not asked.samples:
+        raise ConfigError(
+            f"--recalibrate {asked.recalibrate} computes BatchNorm statistics for every draw, but no draws "
+            "are requested: give --samples too"
+        )
+    file = _open(path, options, asked.seed)
+    device = file.distributed.device
+    recalibrate = _recalibration(file, asked) if asked.recalibrate else None
+    original = _original(file.compressed, options.model, asked.original) if asked.original else None
+    ood = {spec: open_ood(spec, file.data, file.images) for spec in asked.ood}
+    table = assess(
+        file.compressed,
+        file.network,
+        file.data.test,
+        original=original.to(device) if original is not None else None,
+        ood={spec: other.loader for spec, other in ood.items()},
+        samples=asked.samples,
+        seed=asked.seed,
+        sigma_scale=asked.sigma_scale,
+        recalibrate=recalibrate,
+    )
+    notes = [f"{spec}: {other.note}" for spec, other in ood.items() if other.note]
+    is_worse = any(each.rival is Rival.POINT and each.verdict == "worse" for each in table.comparisons)
+    if recalibrate is not None:
+        notes.append(
+            "BatchNorm statistics were recalibrated for every draw, on "
+            f"{len(recalibrate.batches)} training batches ({recalibrate.examples:,} examples)"
+        )
+    elif is_worse and why_not(file.network) is None:
+        notes.append(
+            "the ensemble is worse than the point estimate, whose BatchNorm statistics its draws use: "
+            "--recalibrate 8 gives each draw its own"
+        )
+    table = replace(table, notes=(*table.notes, *notes))
+    facts = {"after": scores(file.network, file.data, file.distributed).to_dict(), **sizes(path)}
+    if asked.samples:
+        facts["ensemble"] = table.row(Rival.ENSEMBLE).accuracy_all
+    facts["uncertainty"] = table.to_dict()
+    if asked.out is not None:
+        with replacing(asked.out) as temporary:
+            temporary.write_text(json.dumps(facts["uncertainty"], indent=1) + "\n", encoding="utf-8")
+    return facts, table
+
+
 @dataclass(frozen=True)
-class _Opened:
-    """A file with the network and the data that belong to it."""
+class _File:
+    """A file with its network and data."""
 
     compressed: Compressed
     network: nn.Module  # with the file's weights, on the device
-    preparation: DataConfig
-    source: Data
+    data: Data
+    images: DataOptions  # how images of other data are prepared
     distributed: Distributed
 
 
-def _opened(path: Path, options: RunOptions, seed: int) -> _Opened:
+def _open(path: Path, options: RunOptions, seed: int) -> _File:
     compressed = load(path)
     network = network_of(compressed, options.model)
     alone = distributed_for(options.device, alone=True)
     preparation = preparation_of(compressed, options.model, network)
-    source = open_data(options, preparation, seed, alone)
-    check_classes(compressed.apply_to(network).to(alone.device), source, alone.device)
-    return _Opened(compressed, network, preparation, source, alone)
+    data = open_data(options, preparation, seed, alone)
+    check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
+    images = DataOptions.prepared(
+        preparation,
+        batch_size=options.batch_size,
+        test_batch_size=options.test_batch_size,
+        seed=seed,
+        device=alone.device,
+        workers=options.workers,
+    )
+    return _File(compressed, network, data, images, alone)
 
 
-def _settling(file: _Opened, batches: int, seed: int) -> Settling:
-    """Settles a draw on training batches; a network that cannot be settled is refused before it is scored."""
-    settling = settled_by(file.source.train, batches, seed=seed, device=file.distributed.device)
-    settling.check(file.network)
-    return settling
-
-
-def _is_worse_than_the_point(found: Assessment) -> bool:
-    return any(each.rival is Rival.POINT and each.verdict == "worse" for each in found.comparisons)
+def _recalibration(file: _File, asked: TrustOptions) -> Recalibration:
+    reason = why_not(file.network)
+    if reason is not None:
+        raise WeightError(reason)
+    device = file.distributed.device
+    return Recalibration.from_loader(file.data.train, asked.recalibrate, seed=asked.seed, device=device)
 
 
 def _original(compressed: Compressed, name: str, weights: str) -> nn.Module:
-    """The network with the weights that it had before it was compressed."""
+    """The network with its weights before compression."""
     if weights == "pretrained":
         classes = models.recorded_classes(compressed.record)
         return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
@@ -190,36 +163,29 @@ def scores(model: nn.Module, source: Data, distributed: Distributed) -> Scores:
 def sizes(path: Path) -> dict[str, Any]:
     """Counts and bytes of a file."""
     found = inspect(path, zstd=False)
-    return {name: getattr(found, name) for name in _KEPT}
+    return {name: getattr(found, name) for name in _SIZES}
 
 
 def check_same(path: Path, compressed: Compressed) -> None:
-    """Read a file back, and refuse it unless it holds the very weights that were to be saved."""
+    """Read a file back, and raise an error unless it holds exactly the weights that were saved."""
     kept, wanted = load(path).dense_state_dict(), compressed.dense_state_dict()
     if kept.keys() != wanted.keys() or not all(_equal(kept[name], wanted[name]) for name in kept):
         raise FileError(f"{path}: does not hold what was written to it: check the disk, and save again")
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # NaN among the untouched is kept as it was, and is equal to itself here.
+    # Uncompressed tensors may hold NaN, which counts as equal to itself here.
     return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-def _ensemble(file: _Opened, samples: int, seed: int) -> float:
-    """Accuracy of the mean softmax over draws from the posterior that the file keeps."""
-    found = ensemble(file.compressed, file.network, file.source.test, samples, seed)
-    if found.targets is None:
-        raise DataError("test data have no labels: give (input, target) batches")
-    return uncertainty.accuracy(found.probabilities, found.targets)
-
-
 def summary_line(facts: Mapping[str, Any]) -> str:
-    """A file's figures in one line; with those of the original network, if they are there."""
+    """The figures of a file in one line, with those of the original network if they are known."""
     before, after = facts.get("before"), facts["after"]
     was = f"{before['metric']:.2%} before, " if before and before["metric"] is not None else ""
     now = f"{after['metric']:.2%}" if after["metric"] is not None else f"loss {after['loss']}"
     drawn = f" ({facts['ensemble']:.2%} as an ensemble)" if "ensemble" in facts else ""
     return (
-        f"{was}{now} after{drawn}; {facts['weights']:,} weights of {facts['unique']} values, "
-        f"{facts['entropy_bits']:.3f} bits each; {facts['file_bytes']:,} bytes, fp32 {facts['fp32_bytes']:,}"
+        f"{was}{now} after{drawn}; {facts['weights']:,} weights with {facts['unique']} values, "
+        f"{facts['entropy_bits']:.3f} bits per weight; {facts['file_bytes']:,} bytes, fp32 "
+        f"{facts['fp32_bytes']:,}"
     )

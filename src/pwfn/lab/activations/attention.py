@@ -1,12 +1,12 @@
-"""Q-ViT's attention, put between the projections of any module that calls torch's own attention function.
+"""Q-ViT's attention, inside any module that calls torch's attention function, and its distillation loss.
 
-Li et al., "Q-ViT: Accurate and Fully Quantized Low-bit Vision Transformer", NeurIPS 2022.
+Li et al., "Q-ViT: Accurate and Fully Quantized Low-bit Vision Transformer", NeurIPS 2022, arXiv 2210.06707.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,31 +14,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from pwfn.errors import LayoutError
-from pwfn.lab.activations.description import ActivationKind, AttentionFacts
-from pwfn.lab.activations.quantising import ActivationQuantiser
-from pwfn.lab.activations.similarity import QueriesAndKeys
+from pwfn.errors import LayoutError, WeightError
+from pwfn.lab.activations.plan import ActivationKind, AttentionPlan
+from pwfn.lab.activations.quantise import ActivationQuantiser
+
+QueriesAndKeys = tuple[Tensor, Tensor]
+"""Of one attention module, both of shape (batch, heads, tokens, head width)."""
 
 _EPSILON = 1e-6
-_HEADS = -3  # the axis of heads in (batch, heads, tokens, width of a head)
+_HEADS = -3  # the axis of heads in (batch, heads, tokens, head width)
 
 
 class Rectification(nn.Module):
     """Queries or keys re-centred and rescaled: ``gain (x - mu) / sqrt(sigma^2 + epsilon) + shift``.
 
-    Mean and variance are those of a sample's head, over its tokens and channels; gain and shift are
-    learned, one pair a head. The paper writes ``mu(q)`` and ``sigma(q)`` without saying over what; its
-    released program normalises every token by itself, with gain 1 and shift 0 to start from. That
-    makes all tokens equally long, which no gain undoes. Statistics of the whole head keep tokens in
-    proportion, and with the gain started at the mean deviation and the shift at the mean of a first
-    batch, the rectified attention begins next to the unrectified one.
+    Mean and variance are those of one head of one sample, over its tokens and channels; gain and shift
+    are learned, one pair per head. The paper writes ``mu(q)`` and ``sigma(q)`` without saying over what;
+    its released program normalises every token on its own, starting from gain 1 and shift 0. That gives
+    all tokens the same length, which no gain can undo. Statistics of the whole head keep tokens in
+    proportion, and a gain that starts at the mean deviation and a shift that starts at the mean of a
+    first batch put the rectified attention close to the original one.
 
     >>> rectification = Rectification(heads=1)
-    >>> rectification.observing = True
+    >>> rectification.observing = True  # the next batch gives gain and shift
     >>> x = torch.tensor([[[[1.0, 3.0], [5.0, 7.0]]]])
-    >>> torch.allclose(rectification(x), x)  # of the batch that it started from, all is kept
+    >>> torch.allclose(rectification(x), x)
     True
-    >>> rectification.observing = False
     >>> torch.allclose(rectification(10 * x + 3), x)  # another location and scale are undone
     True
     """
@@ -48,68 +49,65 @@ class Rectification(nn.Module):
         self.gain = nn.Parameter(torch.ones(heads, dtype=dtype))
         self.shift = nn.Parameter(torch.zeros(heads, dtype=dtype))
         self.observing = False
-        self.seen = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of shape (batch, heads, tokens, width), and so is the result."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        """``x`` and the result have the shape (batch, heads, tokens, head width)."""
+        wide = _wide(x)
         variance, mu = torch.var_mean(wide, dim=(-2, -1), correction=0, keepdim=True)
         sigma = (variance + _EPSILON).sqrt()
-        if self.observing and not self.seen:
+        if self.observing:
             self._start(mu, sigma)
         gain, shift = (p.view(-1, 1, 1) for p in (self.gain, self.shift))
         return (gain * ((wide - mu) / sigma) + shift).to(x.dtype)
 
     @torch.no_grad()
     def _start(self, mu: Tensor, sigma: Tensor) -> None:
-        """The least squares of ``out - x`` over the batch: the means of sigma and of mu, head by head."""
-        self.seen = True
+        """The least squares of ``out - x`` over the batch: the means of sigma and of mu per head."""
+        self.observing = False
         heads = self.gain.numel()
         self.gain.copy_(sigma.reshape(-1, heads).mean(0))
         self.shift.copy_(mu.reshape(-1, heads).mean(0))
 
 
 class RectifiedAttention(nn.Module):
-    """What is done in one attention module: rectified queries and keys, and quantisers by head.
+    """Rectified queries and keys, and quantisers per head, for one attention module.
 
-    ``softmax(Q(q') Q(k')^T scale)``, quantised in turn, times ``Q(v)``: with q' and k' the rectified
-    queries and keys and Q the quantisers, which are there if the facts have bits. It takes the place of
-    ``scaled_dot_product_attention`` while the module runs: :meth:`enter` and :meth:`leave` are its hooks.
+    ``Q(softmax(Q(q') Q(k')^T scale)) Q(v)`` with q' and k' the rectified queries and keys, and Q the
+    quantisers if the plan has bits. It replaces ``scaled_dot_product_attention`` while the module runs:
+    :meth:`enter` and :meth:`leave` are its hooks.
     """
 
-    def __init__(self, facts: AttentionFacts, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, plan: AttentionPlan, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.facts = facts
+        self.plan = plan
         self.rectifications = nn.ModuleDict()
         self.quantisers = nn.ModuleDict()
-        if facts.rectified:
-            self.rectifications["query"] = Rectification(facts.heads, dtype)
-            self.rectifications["key"] = Rectification(facts.key_heads, dtype)
-        if facts.bits is not None:
+        if plan.rectified:
+            self.rectifications["query"] = Rectification(plan.heads, dtype)
+            self.rectifications["key"] = Rectification(plan.key_heads, dtype)
+        if plan.bits is not None:
             for name, heads, signed in (
-                ("query", facts.heads, True),
-                ("key", facts.key_heads, True),
-                ("value", facts.key_heads, True),
-                ("probabilities", facts.heads, False),
+                ("query", plan.heads, True),
+                ("key", plan.key_heads, True),
+                ("value", plan.key_heads, True),
+                ("probabilities", plan.heads, False),
             ):
                 self.quantisers[name] = ActivationQuantiser(
-                    ActivationKind.QVIT, facts.bits, heads, _HEADS, signed, dtype
+                    ActivationKind.QVIT, plan.bits, heads, _HEADS, signed, dtype
                 )
         self.captured: list[QueriesAndKeys] | None = None  # filled while it is a list
-        self.calls = 0  # of the attention function, in the module's last pass
         self._modes: list[_Interception] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """The module's forward pre-hook."""
-        self.calls = 0
+        """Forward pre-hook of the module."""
         mode = _Interception(self)
-        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes.append(mode)
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        """The module's forward hook, called after a failure as well."""
+        """Forward hook of the module, which is also called after a failure."""
         if self._modes:
-            self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def attend(
         self,
@@ -123,10 +121,9 @@ class RectifiedAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """In place of ``scaled_dot_product_attention``, and with its arguments."""
-        self.calls += 1
+        """Called instead of ``scaled_dot_product_attention``, with its arguments."""
         self._check(query, key, is_causal)
-        if "query" in self.rectifications:
+        if self.rectifications:
             query = self.rectifications["query"](query)
             key = self.rectifications["key"](key)
         if self.captured is not None:
@@ -135,32 +132,28 @@ class RectifiedAttention(nn.Module):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return attention(
-            self.quantisers["query"](query),
-            self.quantisers["key"](key),
-            self.quantisers["value"](value),
-            attn_mask,
-            dropout_p,
-            scale,
-            self.quantisers["probabilities"],
+        query, key, value = (
+            self.quantisers[name](x) for name, x in (("query", query), ("key", key), ("value", value))
         )
+        return attention(query, key, value, attn_mask, dropout_p, scale, self.quantisers["probabilities"])
 
     def _check(self, query: Tensor, key: Tensor, is_causal: bool) -> None:
+        plan = self.plan
         found = (query.shape[_HEADS], key.shape[_HEADS]) if query.dim() > 2 else (None, None)
-        if found != (self.facts.heads, self.facts.key_heads):
+        if found != (plan.heads, plan.key_heads):
             raise LayoutError(
-                f"{self.facts.module}: its attention has {found[0]} heads of queries and {found[1]} of keys, "
-                f"its projections have {self.facts.heads} and {self.facts.key_heads}: Q-ViT needs attention "
-                "of (batch, heads, tokens, width)"
+                f"{plan.module}: its attention has {found[0]} heads of queries and {found[1]} of keys, its "
+                f"projections have {plan.heads} and {plan.key_heads}: Q-ViT needs attention over tensors of "
+                "shape (batch, heads, tokens, width)"
             )
         if is_causal and (self.rectifications or self.quantisers):
             raise LayoutError(
-                f"{self.facts.module}: its attention is causal, and Q-ViT rectifies by all tokens, later "
-                "ones included: choose another method for it, LSQ+ say"
+                f"{plan.module}: its attention is causal, but Q-ViT rectifies with statistics of all tokens, "
+                "including later ones: choose another method, such as LSQ+"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Captured tensors are part of a graph, and modes belong to a pass: copies have neither.
+        # Captured tensors belong to a graph and modes to a forward pass: a copy has neither.
         return {**self.__dict__, "captured": None, "_modes": []}
 
 
@@ -175,23 +168,27 @@ def attention(
 ) -> Tensor:
     """``quantise(softmax(q k^T scale + mask)) v``; the scale is ``1 / sqrt(width)`` unless given.
 
-    A mask of booleans has False where nothing is attended to. Fewer heads of keys than of queries
-    serve as many queries each.
+    A boolean mask is False where nothing is attended to. With fewer heads of keys than of queries, each
+    of them serves a group of query heads.
+
+    >>> v = torch.tensor([[[1.0], [3.0]]])
+    >>> attention(torch.zeros(1, 1, 2), torch.zeros(1, 2, 2), v, None, 0.0, None, nn.Identity()).item()
+    2.0
     """
-    shared = query.shape[_HEADS] // key.shape[_HEADS]
-    if shared > 1:
-        key, value = key.repeat_interleave(shared, _HEADS), value.repeat_interleave(shared, _HEADS)
+    groups = query.shape[_HEADS] // key.shape[_HEADS]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, _HEADS), value.repeat_interleave(groups, _HEADS)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     logits = (query * factor) @ key.transpose(-2, -1)
     if mask is not None:
         logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
     probabilities = F.dropout(logits.softmax(-1), dropout, training=dropout > 0)
-    # Softmax is float32 under autocast, the values are not.
+    # Under autocast the softmax is float32 and the values are not.
     return quantise(probabilities).to(value.dtype) @ value
 
 
 class _Interception(TorchFunctionMode):
-    """While it is entered, torch's attention function goes to a module of ours."""
+    """While it is entered, calls of torch's attention function go to ``to``."""
 
     def __init__(self, to: RectifiedAttention) -> None:
         super().__init__()
@@ -203,3 +200,47 @@ class _Interception(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.to.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def similarity(x: Tensor) -> Tensor:
+    """Similarity of patches, ``G = x x^T / ||x x^T||`` (Frobenius norm), for every sample and head.
+
+    >>> similarity(torch.tensor([[3.0, 0.0], [0.0, 4.0]]) ** 0.5).tolist()
+    [[0.6000000238418579, 0.0], [0.0, 0.800000011920929]]
+    """
+    products = x @ x.transpose(-2, -1)
+    norm = torch.linalg.matrix_norm(products, keepdim=True)
+    return products / norm.clamp_min(torch.finfo(products.dtype).tiny)
+
+
+def similarity_distance(student: Sequence[QueriesAndKeys], teacher: Sequence[QueriesAndKeys]) -> Tensor:
+    """Distribution-guided distillation: ``sum over layers and heads of ||G_q - G_q'|| + ||G_k - G_k'||``.
+
+    G is the :func:`similarity` of the student's queries or keys, G' the teacher's, which gets no gradient.
+    The result is the mean over the batch, computed in float32 or wider.
+
+    >>> one, other = torch.eye(2)[None, None], torch.ones(1, 1, 2, 2)
+    >>> similarity_distance([(one, one)], [(one, other)]).item()  # G_k = 0.7071 I, G_k' = 0.5 everywhere
+    0.7653668522834778
+    """
+    if len(student) != len(teacher) or not student:
+        raise WeightError(
+            f"the student has {len(student)} attention modules and the teacher {len(teacher)}: pass the "
+            "queries and keys of equally many, at least one"
+        )
+    # Modules of one shape are computed together: one by one they are many small operations.
+    by_shape: dict[torch.Size, list[QueriesAndKeys]] = {}
+    for pair, other in zip(student, teacher, strict=True):
+        for ours, theirs in zip(pair, other, strict=True):
+            by_shape.setdefault(ours.shape, []).append((_wide(ours), _wide(theirs.detach())))
+    with torch.autocast(student[0][0].device.type, enabled=False):
+        sums = []
+        for pairs in by_shape.values():
+            ours, theirs = (torch.stack(side) for side in zip(*pairs, strict=True))
+            distance = torch.linalg.matrix_norm(similarity(ours) - similarity(theirs))
+            sums.append(distance.flatten(1, -2).mean(1).sum())  # the mean over the batch, the sum of the rest
+        return torch.stack(sums).sum()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

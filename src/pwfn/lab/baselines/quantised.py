@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from pwfn.bayes.method import DataProbe, Method
 from pwfn.config import Choice, Config, Number, Section, Switch, setting
 from pwfn.errors import ConfigError, WeightError
-from pwfn.file.compressed import Compressed
+from pwfn.file.compressed import ATTACHED, Compressed
 from pwfn.fixing.record import FixRecord
 from pwfn.lab import activations
-from pwfn.lab.activations import NAME, ActivationKind
+from pwfn.lab.activations import ActivationKind
 from pwfn.lab.baselines.baseline import NO_FINISH, PLAIN_STEPS
 from pwfn.lab.quantisers.together import LsqTogether, parts_of
 from pwfn.layout import Entry, Layout, held, untouched
@@ -71,7 +72,7 @@ class Quantised(Method):
     ones. Biases stay in full precision.
     """
 
-    defaults = TRAINED
+    defaults: ClassVar[Mapping[str, Any]] = TRAINED
     Options = QuantiserOptions
     options: QuantiserOptions
     activation_kind: ClassVar[ActivationKind]
@@ -128,7 +129,7 @@ class Quantised(Method):
 
     def start(self, probe: DataProbe) -> None:
         """Quantisers of activations take their starting values from a batch."""
-        if hasattr(self.model, NAME):
+        if hasattr(self.model, ATTACHED):
             with activations.observing(self.model):
                 probe.through(self)
 
@@ -156,7 +157,7 @@ class Quantised(Method):
         if not self._is_final:
             raise WeightError("the weights are still in training: call fix(1.0) first")
         record = {}
-        if hasattr(self.model, NAME):
+        if hasattr(self.model, ATTACHED):
             record["activations"] = activations.describe(self.model)
         values = held(self.layout, self.latent.detach())
         return Compressed.of(
@@ -172,7 +173,7 @@ class Quantised(Method):
 
     def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Weight decay on the weights and what is not quantised, not on steps and clip points."""
-        attached = getattr(self.model, NAME, nn.Module())
+        attached = getattr(self.model, ATTACHED, nn.Module())
         learned = [*self.quantisers.parameters(), *attached.parameters()]
         known = {id(p) for p in learned}
         others = [p for p in self.parameters() if id(p) not in known]

@@ -1,27 +1,22 @@
-"""What an inference of one example costs: multiplications that become shifts, weights read, energy.
+"""The cost of one inference: multiplications that become shifts, bytes of weights read, and energy.
 
 sheet = cost_sheet(compressed, model, images[:1], file="model.pwfn")
 print("\\n".join(sheet.lines()))
 
-The products are counted, exactly. The energy is an estimate, and says under which assumptions.
+Products and bytes are counted exactly. The energy is an estimate; the sheet states its assumptions.
 """
 
-from pwfn.lab.costs.energy import ASSUMPTIONS, MOST_TERMS, PAIRS, Arithmetic, Energy, EnergyFigures
-from pwfn.lab.costs.products import Example, Products, count_products
+from pwfn.lab.costs.energy import MOST_TERMS, Arithmetic, EnergyFigures
+from pwfn.lab.costs.products import count_products
 from pwfn.lab.costs.sheet import Cost, CostSheet, cost_sheet
 from pwfn.lab.costs.traffic import Storage, Traffic
 
 __all__ = [
-    "ASSUMPTIONS",
     "MOST_TERMS",
-    "PAIRS",
     "Arithmetic",
     "Cost",
     "CostSheet",
-    "Energy",
     "EnergyFigures",
-    "Example",
-    "Products",
     "Storage",
     "Traffic",
     "cost_sheet",

@@ -1,28 +1,27 @@
-"""How many products each weight takes part in, seen in one forward pass.
+"""How many products each weight takes part in, counted in one forward pass.
 
-What is watched are the operations that torch runs and not the modules: so a weight that several layers
-share, that is cut into q, k and v, or that a model multiplies by itself (``F.linear(x, other.weight)``) is
-seen where it is used, as often as it is. A weight is known by its memory, of which a transposed, expanded
-or cut tensor is a view.
+The counter observes torch operations, not modules. So a weight that several layers share, that is split into
+q, k and v, or that a model multiplies by itself (``F.linear(x, other.weight)``) is counted wherever it is
+used. A weight is recognised by its memory, of which transposed, expanded and sliced tensors are views.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pwfn.bayes.objective import evaluating
 from pwfn.errors import DataError, LayoutError, PwfnError, cause
 from pwfn.file.compressed import Compressed
 from pwfn.fixing import candidates as pow2
-from pwfn.fixing.unique import distinct
+from pwfn.fixing.unique import unique
 from pwfn.layout.coverage import check_model
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -31,8 +30,7 @@ Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 _ORDERS = 32  # more than any float64 has: its 53 bits are at most 27 signed powers of two
 
 
-@dataclass(frozen=True)
-class Products:
+class Products(NamedTuple):
     """Multiply-accumulates of one forward pass."""
 
     by_order: tuple[dict[int, int], ...]  # for each entry of the layout, by the order of the weight's value
@@ -42,10 +40,10 @@ class Products:
 def count_products(
     compressed: Compressed, model: nn.Module, example: Example, *, batch_axis: int = 0
 ) -> Products:
-    """One forward pass of a dense model, as at inference; its own weights' values do not matter.
+    """Count in one forward pass of a dense model in evaluation mode; the values of its weights do not matter.
 
-    A weight of a convolution takes part in as many products as there are output positions (of a transposed
-    one: input positions), one of a linear layer in as many as there are tokens; each time that it is used.
+    A weight of a convolution takes part in one product per output position (of a transposed convolution:
+    input position), a weight of a linear layer in one per token, every time it is used.
 
     >>> from pwfn.layout import Layout
     >>> model = nn.Linear(2, 1, bias=False)
@@ -54,23 +52,20 @@ def count_products(
     ({0: 7, 1: 7},)
     """
     check_model(model)
-    counter = _Counter(_codes(compressed, model))
-    with _at_inference(model):
-        _run(model, example, batch_axis, counter)
     entries = len(compressed.layout.entries)
-    counts = torch.zeros(1 + _ORDERS * entries, dtype=torch.int64)
-    for seen in counter.seen:
-        counts[: len(seen)] += seen
-    rows = counts[1:].view(entries, _ORDERS).tolist()
+    counter = _Counter(_codes(compressed, model), 1 + _ORDERS * entries)
+    with _decomposed_attention(), evaluating(model), torch.no_grad():
+        _run(model, example, batch_axis, counter)
+    counts = counter.counts[1:]
     return Products(
-        tuple({order: n for order, n in enumerate(row) if n} for row in rows),
-        counter.total - int(counts[1:].sum()),
+        tuple({order: n for order, n in enumerate(row) if n} for row in counts.view(entries, -1).tolist()),
+        counter.total - int(counts.sum()),
     )
 
 
 def _codes(compressed: Compressed, model: nn.Module) -> dict[int, Tensor]:
-    """By address of memory, for each of its numbers: 1 + 32 × entry + order of a weight, 0 for others."""
-    values, index = distinct(compressed.values())
+    """By memory address, one code per number: 1 + 32 × entry + order for compressed weights, else 0."""
+    values, index = unique(compressed.values())
     orders = torch.tensor([pow2.order(value) for value in values.tolist()], dtype=torch.int32)[index]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     codes: dict[int, Tensor] = {}
@@ -93,92 +88,55 @@ def _codes(compressed: Compressed, model: nn.Module) -> dict[int, Tensor]:
     return codes
 
 
-Factors: TypeAlias = list[tuple[Tensor, int]]
-"""Tensors of a product, and in how many products each of their numbers takes part; weights are the first."""
-
-
-def _matrices(out: Tensor, a: Tensor, b: Tensor) -> Factors:
-    """``(…, n, k) @ (…, k, p)``."""
-    return [(b, a.shape[-2]), (a, b.shape[-1])]
-
-
-def _matrix_vector(out: Tensor, a: Tensor, b: Tensor) -> Factors:
-    return [(a, 1), (b, a.shape[0])]
-
-
-def _vectors(out: Tensor, a: Tensor, b: Tensor) -> Factors:
-    return [(b, 1), (a, 1)]
-
-
-def _bilinear(out: Tensor, x: Tensor, weight: Tensor, *_: Any) -> Factors:
-    """Of the two products of ``x weight y`` the one with the weight."""
-    return [(weight, x.shape[0])]
-
-
-def _added(factors: Callable[..., Factors]) -> Callable[..., Factors]:
-    """The same, added to a first tensor."""
-    return lambda out, _, a, b: factors(out, a, b)
-
-
-def _convolution(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Any,
-    stride: Any,
-    pad: Any,
-    wide: Any,
-    transposed: bool,
-    *_: Any,
-) -> Factors:
-    """Every position of the output meets every weight; of a transposed one every position of the input."""
-    return [(weight, x.shape[0] * math.prod((x if transposed else out).shape[2:]))]
-
-
 _aten = torch.ops.aten
-_FACTORS: dict[Any, Callable[..., Factors]] = {
-    _aten.mm: _matrices,
-    _aten.bmm: _matrices,
-    _aten.addmm: _added(_matrices),
-    _aten.baddbmm: _added(_matrices),
-    _aten.mv: _matrix_vector,
-    _aten.addmv: _added(_matrix_vector),
-    _aten.dot: _vectors,
-    _aten._trilinear: _bilinear,
-    _aten.convolution: _convolution,
+_FIRST_OPERAND = {
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.mv, _aten.dot, _aten.convolution, _aten._trilinear), 0),
+    **dict.fromkeys((_aten.addmm, _aten.baddbmm, _aten.addmv), 1),
 }
+"""The operations that consist of products, and the position of the first of their two operands."""
+
+
+def _products(operation: Any, args: tuple[Any, ...], out: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+    """The number of products in an operation, and its tensors that may be weights, likely ones first."""
+    first = _FIRST_OPERAND[operation]
+    a, b = args[first], args[first + 1]
+    if operation is _aten.convolution:
+        is_transposed = args[6]  # then every weight meets every input position, else every output position
+        return b.numel() * a.shape[0] * math.prod((a if is_transposed else out).shape[2:]), (b,)
+    if operation is _aten._trilinear:  # of the two products of x weight y the one with the weight
+        return b.numel() * a.shape[0], (b,)
+    return out.numel() * a.shape[-1], (a, b) if a.dim() > b.dim() else (b, a)
 
 
 class _Counter(TorchDispatchMode):
-    """Runs every operation as it is, and counts the products of those that are made of them."""
+    """Runs every operation unchanged, and counts products by the code of their weight."""
 
-    def __init__(self, codes: dict[int, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
+    def __init__(self, codes: dict[int, Tensor], size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.total = 0
-        self.seen: list[Tensor] = []  # products by code
+        self.counts = torch.zeros(size, dtype=torch.int64)
         self._codes = codes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        factors = _FACTORS.get(func.overloadpacket)
-        if factors is None:
-            # A linear layer of tensors that were made in inference mode comes here whole, for one.
+        if func.overloadpacket not in _FIRST_OPERAND:
+            # Composite operations arrive whole in inference mode, such as a linear layer.
             with self:
                 out = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if out is NotImplemented else out
         out = func(*args, **kwargs)
-        self._count(factors(out, *args))
+        self._count(*_products(func.overloadpacket, args, out))
         return out
 
-    def _count(self, factors: Factors) -> None:
-        first, uses = factors[0]
-        self.total += first.numel() * uses
-        for tensor, times in factors:
+    def _count(self, products: int, tensors: tuple[Tensor, ...]) -> None:
+        self.total += products
+        for tensor in tensors:
             code = self._codes.get(tensor.untyped_storage().data_ptr())
-            if code is not None:
-                self.seen.append(_by_code(code, tensor) * times)
+            if code is not None and tensor.numel():
+                seen = _by_code(code, tensor) * (products // tensor.numel())
+                self.counts[: len(seen)] += seen
                 return  # a product of two weights is one product
 
 
@@ -192,19 +150,15 @@ def _by_code(code: Tensor, view: Tensor) -> Tensor:
 
 
 @contextmanager
-def _at_inference(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and attention as products of matrices, not in one operation of its own."""
-    modes = [(module, module.training) for module in model.modules()]
+def _decomposed_attention() -> Iterator[None]:
+    """Attention as matrix products, not as one fused operation."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, training in modes:
-            module.training = training
 
 
 def _run(model: nn.Module, example: Example, batch_axis: int, counter: _Counter) -> None:
@@ -223,5 +177,5 @@ def _run(model: nn.Module, example: Example, batch_axis: int, counter: _Counter)
             model(*args, **kwargs)
     except PwfnError:
         raise
-    except Exception as error:  # a user's model may raise anything at all
+    except Exception as error:  # a user's model may raise any error
         raise DataError(f"the model cannot take the example {tuple(first.shape)}: {cause(error)}") from error

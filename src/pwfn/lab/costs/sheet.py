@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,13 @@ from typing import Any
 from torch import nn
 
 from pwfn.file.compressed import Compressed
-from pwfn.lab.costs.energy import (
-    ASSUMPTIONS,
-    MOST_TERMS,
-    PAIRS,
-    Arithmetic,
-    Energy,
-    EnergyFigures,
-    energies,
-)
+from pwfn.lab.costs.energy import ASSUMPTIONS, MOST_TERMS, Energy, EnergyFigures, energies
 from pwfn.lab.costs.products import Example, count_products
 from pwfn.lab.costs.traffic import Storage, Traffic, traffic_of, untouched_bytes
 from pwfn.layout import Kind
 
-_NAMED = 8  # weights in a line for people
-_SAID = {
+_NAMED = 8  # weights in a line of text
+_STORED = {
     Storage.FP32: "fp32",
     Storage.INT8: "int8",
     Storage.INDICES: "indices of a fixed number of bits",
@@ -33,17 +25,20 @@ _SAID = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cost:
-    """Of one layer, or of all: products of one inference, bytes of weights, and energy."""
+    """Of one layer or of the whole network: products of one inference, bytes of weights, and energy."""
 
-    name: str  # of the layer; empty where it is the model itself, or all of it
+    name: str  # of the layer; empty for the model itself and for the whole network
     layer_type: str
     weights: int
     macs_by_order: Mapping[int, int]  # multiply-accumulates by the order of their weight
-    uncompressed_macs: int  # without a compressed weight, which only the whole network has
+    uncompressed_macs: int  # without a compressed weight; counted for the whole network only
     traffic: Traffic
-    energy: tuple[Energy, ...]  # one for each of PAIRS
+    energy: tuple[Energy, ...]  # one for each of energy.PAIRS
+
+    def __repr__(self) -> str:
+        return f"Cost({self.name or self.layer_type!r}, weights={self.weights}, macs={self.macs})"
 
     @property
     def macs(self) -> int:
@@ -70,10 +65,6 @@ class Cost:
         """Those whose weight needs more powers of two: they stay multiplications."""
         return sum(n for order, n in self.macs_by_order.items() if order > MOST_TERMS)
 
-    def energy_of(self, arithmetic: Arithmetic, storage: Storage) -> Energy:
-        """The estimate for one of PAIRS."""
-        return self.energy[PAIRS.index((arithmetic, storage))]
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the sums."""
         sums = ("macs", "skipped_macs", "shift_macs", "shift_add_macs", "multiplied_macs")
@@ -85,21 +76,24 @@ class Cost:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CostSheet:
     """What one inference of one example costs; the energy is an estimate.
 
-    The traffic of ``whole`` is that of the layers, with codebooks and frequency tables where the storage has
-    them, and the uncompressed tensors, in every storage alike.
+    The traffic of ``whole`` is that of the layers, of codebooks and frequency tables where the storage has
+    them, and of the uncompressed tensors, which are the same in every storage.
     """
 
     whole: Cost
     layers: tuple[Cost, ...]
     untouched_bytes: int  # of the uncompressed tensors, counted in ``whole``
     coded_is_measured: bool  # coded bytes are those of a file; else entropy times weights
-    not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no product of matrices
+    not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no matrix product
     figures: EnergyFigures
     assumptions: tuple[str, ...] = ASSUMPTIONS
+
+    def __repr__(self) -> str:
+        return f"CostSheet(layers={len(self.layers)}, weights={self.whole.weights}, macs={self.whole.macs})"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -115,21 +109,20 @@ class CostSheet:
         }
 
     def lines(self) -> list[str]:
-        """For people, a line each."""
+        """Text for a terminal, one string per line."""
         whole = self.whole
         every = whole.macs + whole.uncompressed_macs
         rows = [f"one inference of one example: {every:,} multiply-accumulates"]
-        kinds = {order: _kind(order) for order in range(MOST_TERMS + 1)}
-        counts = [(text, whole.macs_by_order.get(order, 0)) for order, text in kinds.items()]
+        counts = [(_kind(order), whole.macs_by_order.get(order, 0)) for order in range(MOST_TERMS + 1)]
         counts.append((f"multiplied: a weight of order above {MOST_TERMS}", whole.multiplied_macs))
         counts.append(("in full precision: no compressed weight", whole.uncompressed_macs))
         rows += [f"  {text:<42}{n:>18,}{n / max(every, 1):>8.1%}" for text, n in counts if n]
         rows += [f"weights read once, with {self.untouched_bytes:,} bytes of uncompressed tensors each time"]
-        for storage in Storage:
+        for storage, text in _STORED.items():
             size = whole.traffic.of(storage)
             ratio = whole.traffic.fp32_bytes / max(size, 1)
             note = "" if storage is not Storage.CODED or self.coded_is_measured else "  (by entropy)"
-            rows.append(f"  {_SAID[storage]:<42}{size:>18,} bytes{ratio:>8.1f}×{note}")
+            rows.append(f"  {text:<42}{size:>18,} bytes{ratio:>8.1f}×{note}")
         rows.append(f"{'energy in microjoules: an ESTIMATE':<44}{'compute':>12}{'traffic':>12}{'sum':>12}")
         for e in whole.energy:
             figures = (e.compute_microjoules, e.traffic_microjoules, e.energy_microjoules)
@@ -138,8 +131,9 @@ class CostSheet:
         if self.not_multiplied:
             more = len(self.not_multiplied) - _NAMED
             rows.append(
-                "compressed, but in no convolution and no product of matrices (looked up, added, or changed "
-                f"before it is used): {', '.join(self.not_multiplied[:_NAMED])}"
+                "compressed, but in no convolution and no matrix product (looked up, added, or changed "
+                "before "
+                f"use): {', '.join(self.not_multiplied[:_NAMED])}"
                 + (f" and {more:,} more" if more > 0 else "")
             )
         return [*rows, "assumptions:", *(f"  - {text}" for text in self.assumptions)]
@@ -157,8 +151,8 @@ def cost_sheet(
     """What one inference costs, from one forward pass of a dense model of the same architecture.
 
     ``example`` is a batch of one: a tensor, a tuple of the model's inputs, or a mapping of them by name. With
-    ``file``, the .pwfn file of this network, the coded bytes are its own. The values of the model's weights
-    do not matter: their orders are those of ``compressed``.
+    ``file``, the .pwfn file of this network, coded bytes are those of the file. The values of the model's
+    weights do not matter: orders are those of ``compressed``.
 
     >>> import torch
     >>> from pwfn.layout import Layout
@@ -176,19 +170,20 @@ def cost_sheet(
     figures = figures or EnergyFigures()
 
     def cost(name: str, layer_type: str, own: list[int], uncompressed: int, besides: Traffic) -> Cost:
-        macs = _sums(products.by_order[i] for i in own)
+        total: Counter[int] = Counter()
+        for i in own:
+            total.update(products.by_order[i])
+        macs = dict(sorted(total.items()))
         read = sum((traffic[i] for i in own), besides)
-        weights = sum(entries[i].size for i in own)
         energy = energies(macs, uncompressed, read, figures)
-        return Cost(name, layer_type, weights, macs, uncompressed, read, energy)
+        return Cost(name, layer_type, sum(entries[i].size for i in own), macs, uncompressed, read, energy)
 
     by_layer: dict[str, list[int]] = {}
     for i, entry in enumerate(entries):
         by_layer.setdefault(entry.layer, []).append(i)
     everywhere = shared + Traffic(untouched, untouched, untouched, untouched)
-    every = list(range(len(entries)))
     return CostSheet(
-        whole=cost("", type(model).__name__, every, products.uncompressed, everywhere),
+        whole=cost("", type(model).__name__, [*range(len(entries))], products.uncompressed, everywhere),
         layers=tuple(
             cost(layer, entries[own[0]].layer_type, own, 0, Traffic()) for layer, own in by_layer.items()
         ),
@@ -201,13 +196,6 @@ def cost_sheet(
         ),
         figures=figures,
     )
-
-
-def _sums(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    total: Counter[int] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(sorted(total.items()))
 
 
 def _kind(order: int) -> str:

@@ -3,69 +3,77 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from pwfn.errors import ConfigError, WeightError
-from pwfn.lab.quantisers.channels import along, by_channel, shared_count
-from pwfn.lab.quantisers.slopes import with_slopes
+from pwfn.lab.quantisers.gradients import with_gradients
 
 SMALLEST_STEP = 1e-8
-"""A learned step counts as at least this: at 0 nothing could be divided, below 0 the range would flip."""
+"""Lower limit of a learned step: 0 cannot divide, and a negative step would swap the ends of the range."""
 
 
 class Codes(NamedTuple):
-    """The whole numbers ``low, low + 1, …, high`` that a value is rounded to (-Q_N and Q_P)."""
+    """The integers ``low, low + 1, …, high`` that values are rounded to: ``-Q_N`` and ``Q_P``."""
 
     low: int
     high: int
 
+    @classmethod
+    def of(cls, bits: int, *, signed: bool) -> Codes:
+        """``-2^(k-1) … 2^(k-1) - 1`` if signed, else ``0 … 2^k - 1`` (section 2).
 
-def signed_codes(bits: int) -> Codes:
-    """``-2^(k-1) … 2^(k-1) - 1``, for weights.
-
-    >>> signed_codes(3)
-    Codes(low=-4, high=3)
-    """
-    checked_bits(bits)
-    return Codes(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-
-
-def unsigned_codes(bits: int) -> Codes:
-    """``0 … 2^k - 1``, for activations behind a ReLU.
-
-    >>> unsigned_codes(3)
-    Codes(low=0, high=7)
-    """
-    checked_bits(bits)
-    return Codes(0, 2**bits - 1)
+        >>> Codes.of(3, signed=True), Codes.of(3, signed=False)
+        (Codes(low=-4, high=3), Codes(low=0, high=7))
+        """
+        half = 2 ** (checked_bits(bits) - 1)
+        return cls(-half, half - 1) if signed else cls(0, 2 * half - 1)
 
 
 def checked_bits(bits: int) -> int:
-    """``bits``, if a quantiser can have as many: 2 to 8."""
+    """``bits``, or an error unless they are an integer from 2 to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-        raise ConfigError(f"bits is {bits!r}: allowed are whole numbers from 2 to 8")
+        raise ConfigError(f"bits is {bits!r}: use an integer from 2 to 8")
     return bits
 
 
+def check_not_empty(x: Tensor) -> None:
+    """Raise an error if the tensor has no elements."""
+    if x.numel() == 0:
+        raise WeightError(f"a tensor of shape {tuple(x.shape)} is empty: there is nothing to quantise")
+
+
+def channel_rows(x: Tensor, axis: int | None) -> Tensor:
+    """``x`` as a matrix with one row per channel along ``axis``; a single row if ``axis`` is None.
+
+    >>> channel_rows(torch.arange(6).view(2, 3), axis=1).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    check_not_empty(x)
+    if axis is None:
+        return x.reshape(1, -1)
+    if not -x.dim() <= axis < x.dim():
+        raise WeightError(f"axis is {axis}, but the tensor has {x.dim()} dimensions: use one of them")
+    return x.movedim(axis, 0).reshape(x.shape[axis], -1)
+
+
 def initial_step(x: Tensor, codes: Codes, axis: int | None = None) -> Tensor:
-    """The step to start from, ``s = 2 mean|x| / sqrt(Q_P)`` (section 2.1): one, or one per channel.
+    """Starting step ``s = 2 mean|x| / sqrt(Q_P)`` (section 2.1); one per channel if ``axis`` is given.
 
     >>> initial_step(torch.tensor([[1.0, -1.0], [3.0, 5.0]]), Codes(-8, 4)).item()
     2.5
     >>> initial_step(torch.tensor([[1.0, -1.0], [3.0, 5.0]]), Codes(-8, 4), axis=0).tolist()
     [1.0, 4.0]
     """
-    rows = by_channel(x, axis)
-    step = 2 * rows.detach().abs().mean(dim=1) / math.sqrt(codes.high)
-    step = step.clamp(min=SMALLEST_STEP)
+    means = channel_rows(x.detach(), axis).abs().mean(dim=1)
+    step = (2 * means / math.sqrt(codes.high)).clamp(min=SMALLEST_STEP)
     return step[0] if axis is None else step
 
 
 def gradient_scale(count: int, codes: Codes) -> float:
-    """``g = 1 / sqrt(count Q_P)`` (section 2.2), with as many weights, or features, as share the step.
+    """``g = 1 / sqrt(count Q_P)`` (section 2.2), with ``count`` the number of elements that share the step.
 
     >>> gradient_scale(25, Codes(-8, 4))
     0.1
@@ -73,74 +81,113 @@ def gradient_scale(count: int, codes: Codes) -> float:
     return 1 / math.sqrt(count * codes.high)
 
 
-def quantise(x: Tensor, step: Tensor, codes: Codes, axis: int | None = None, scale: float = 1.0) -> Tensor:
-    """``round(clip(x / s, -Q_N, Q_P)) s`` (eqs. 1 and 2), with LSQ's gradients.
+def quantise(
+    x: Tensor,
+    step: Tensor,
+    codes: Codes,
+    axis: int | None = None,
+    scale: float = 1.0,
+    offset: Tensor | None = None,
+) -> Tensor:
+    """``round(clip((x - beta) / s, -Q_N, Q_P)) s + beta`` with LSQ's gradients; beta is LSQ+'s offset, or 0.
 
-    With ``u = x / s`` and ``g`` the ``scale`` of the step's gradient:
+    With ``u = (x - beta) / s`` and ``g`` the ``scale`` of the gradients of step and offset
+    (Esser et al., eqs. 1, 2, 3 and 5; Bhalgat et al., 2020, for beta):
 
-    - d out / d x = 1 where ``-Q_N < u < Q_P``, else 0 (eq. 5);
-    - d out / d s = g (round(u) - u) there, ``-g Q_N`` below and ``g Q_P`` above (eq. 3).
+    - d out / d x = 1 where ``-Q_N < u < Q_P``, else 0;
+    - d out / d s = g (round(u) - u) there, ``-g Q_N`` below and ``g Q_P`` above;
+    - d out / d beta = 0 there, ``g`` elsewhere.
 
     >>> x, s = torch.tensor([-9.0, -0.75, 1.5], requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    >>> y = quantise(x, s, signed_codes(3))
+    >>> y = quantise(x, s, Codes(-4, 3))
     >>> y.tolist()
     [-2.0, -1.0, 1.5]
     >>> y.sum().backward()
-    >>> x.grad.tolist(), s.grad.item()  # (-4) + (-2 + 1.5) + (3), for u = -18, -1.5, 3
+    >>> x.grad.tolist(), s.grad.item()  # u = -18, -1.5, 3: -4 + (-2 + 1.5) + 3
     ([0.0, 1.0, 0.0], -1.5)
+    >>> beta = torch.tensor(-0.25, requires_grad=True)
+    >>> quantise(torch.tensor([-9.0, 0.0, 9.0]), s, Codes(0, 3), offset=beta).sum().backward()
+    >>> beta.grad.item()  # two of the three are clipped
+    2.0
     """
-    s = along(step.detach().clamp(min=SMALLEST_STEP), x, axis)
-    u = x.detach() / s
+    s = _along(step.detach().clamp(min=SMALLEST_STEP), x, axis)
+    beta = None if offset is None else _along(offset.detach(), x, axis)
+    u = (x.detach() if beta is None else x.detach() - beta) / s
     code = u.clamp(codes.low, codes.high).round()
     inside = (u > codes.low) & (u < codes.high)
-    by_step = torch.where(inside, code - u, code)
-    return with_slopes(code * s, (x, inside), (along(step * scale, x, axis), by_step))
+    by_step = _along(step * scale, x, axis), torch.where(inside, code - u, code)
+    if beta is None or offset is None:
+        return with_gradients(code * s, (x, inside), by_step)
+    return with_gradients(code * s + beta, (x, inside), by_step, (_along(offset * scale, x, axis), ~inside))
+
+
+def _along(vector: Tensor, x: Tensor, axis: int | None) -> Tensor:
+    """One number per channel, shaped to broadcast against ``x`` along ``axis``."""
+    if axis is None:
+        return vector
+    shape = [1] * x.dim()
+    shape[axis] = x.shape[axis]
+    return vector.reshape(shape)
 
 
 class LsqQuantiser(nn.Module):
-    """One tensor's quantiser: its codes are fixed, its step or steps are learned.
+    """Quantiser of one tensor, with a learned step (and offset) per tensor or per channel along ``axis``.
 
-    ``batched`` says that the tensor's first axis is the batch, which a step's share of the gradient
-    does not count. Make one with :meth:`for_weights` or :meth:`for_activations`.
+    ``batched`` tensors have the batch as their first axis, which the gradient scale does not count.
 
     >>> quantiser = LsqQuantiser.for_weights(torch.tensor([0.5, -0.5, 1.0, -2.0]), bits=2)
     >>> quantiser.step.item(), quantiser.codebook().tolist()
     (2.0, [-4.0, -2.0, 0.0, 2.0])
     """
 
-    def __init__(self, step: Tensor, codes: Codes, axis: int | None = None, batched: bool = False) -> None:
+    def __init__(
+        self,
+        step: Tensor,
+        codes: Codes,
+        axis: int | None = None,
+        *,
+        batched: bool = False,
+        offset: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.step = nn.Parameter(step.detach().clone())
-        self.codes = codes
-        self.axis = axis
-        self.batched = batched
+        self.offset = None if offset is None else nn.Parameter(offset.detach().clone())
+        self.codes, self.axis, self.batched = codes, axis, batched
 
     @classmethod
-    def for_weights(cls, weight: Tensor, bits: int, axis: int | None = None) -> LsqQuantiser:
-        """Signed; the step, or one per channel along ``axis``, from the weights."""
-        codes = signed_codes(bits)
+    def for_weights(cls, weight: Tensor, bits: int, axis: int | None = None) -> Self:
+        """Signed, with the starting step of the weights: one, or one per channel along ``axis``."""
+        codes = Codes.of(bits, signed=True)
         return cls(initial_step(weight, codes, axis), codes, axis)
-
-    @classmethod
-    def for_activations(
-        cls, batch: Tensor, bits: int, axis: int | None = None, signed: bool = False
-    ) -> LsqQuantiser:
-        """Unsigned unless told; the step from a first batch of activations."""
-        codes = signed_codes(bits) if signed else unsigned_codes(bits)
-        if axis is not None and axis % batch.dim() == 0:
-            raise WeightError("axis 0 of the activations is the batch: allowed are the axes behind it")
-        return cls(initial_step(batch, codes, axis), codes, axis, batched=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """The quantised tensor; see :func:`quantise`."""
-        scale = gradient_scale(shared_count(x, self.axis, self.batched), self.codes)
-        return quantise(x, self.step, self.codes, self.axis, scale)
+        steps = self.step.numel() * (len(x) if self.batched else 1)
+        scale = gradient_scale(max(x.numel() // max(steps, 1), 1), self.codes)
+        return quantise(x, self.step, self.codes, self.axis, scale, self.offset)
 
     @torch.no_grad()
-    def codebook(self, weight: Tensor | None = None) -> Tensor:
-        """Every value the output can take, ascending: ``2^k`` of them, or a row of them per channel.
-
-        It depends on the step alone: the weight, which other quantisers need, is not looked at.
-        """
+    def codebook(self) -> Tensor:
+        """The ``2^k`` values that the output can take, ascending; one row per channel."""
         codes = torch.arange(self.codes.low, self.codes.high + 1, device=self.step.device)
-        return codes.to(self.step) * self.step.clamp(min=SMALLEST_STEP).unsqueeze(-1)
+        values = codes.to(self.step) * self.step.clamp(min=SMALLEST_STEP).unsqueeze(-1)
+        return values if self.offset is None else values + self.offset.unsqueeze(-1)
+
+
+class PartsQuantiser(nn.Module):
+    """LSQ with one step per part, for an axis of the weight cut into equal parts: attention heads.
+
+    >>> quantiser = PartsQuantiser(torch.tensor([[1.0], [-1.0], [2.0], [-6.0]]), bits=2, axis=0, parts=2)
+    >>> quantiser.lsq.step.tolist()  # 2 mean|w| / sqrt(Q_P) with Q_P = 1
+    [2.0, 8.0]
+    """
+
+    def __init__(self, weight: Tensor, bits: int, axis: int, parts: int) -> None:
+        super().__init__()
+        self.axis, self.parts = axis, parts
+        self.lsq = LsqQuantiser.for_weights(weight.unflatten(axis, (parts, -1)), bits, axis)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The quantised weight."""
+        quantised: Tensor = self.lsq(weight.unflatten(self.axis, (self.parts, -1)))
+        return quantised.flatten(self.axis, self.axis + 1)

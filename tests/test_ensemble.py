@@ -1,0 +1,368 @@
+"""Ensembles against a literal loop over draws, and the table of rivals against its parts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import batchnorm_classifier, compressed_of, numbers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn import Compressed, ConfigError, DataError, LayoutError, WeightError
+from pwfn.evaluate.assess import Comparison, Rival, assess, split_in_half
+from pwfn.evaluate.calibration import (
+    auroc,
+    calibration_error,
+    false_positive_rate,
+    fit_temperature,
+    negative_log_likelihood,
+    risk_coverage,
+    tempered,
+)
+from pwfn.evaluate.ensemble import Score, ensemble, point
+from pwfn.run.options import RunOptions, TrustOptions
+from pwfn.run.scores import assess_file, evaluate_file
+from pwfn.zoo.models import digits_resnet
+
+CLASSES = 3
+
+
+def batches(x: Tensor, y: Tensor | None, size: int = 16) -> list[Any]:
+    parts = x.split(size)
+    return list(parts) if y is None else list(zip(parts, y.split(size), strict=True))
+
+
+def network(seed: int = 1) -> Any:
+    return batchnorm_classifier(seed)
+
+
+def posterior(model: nn.Module, scale: float) -> Compressed:
+    """A sigma that differs from weight to weight."""
+    size = compressed_of(model).layout.size
+    return compressed_of(model, sigma=scale * torch.rand(size, generator=torch.Generator().manual_seed(1)))
+
+
+SMALL = posterior(network(0), 0.3)
+X = numbers(50, 4, seed=2)
+with torch.no_grad():  # two labels of three are what the network predicts
+    Y = SMALL.apply_to(network()).eval()(X).argmax(1)
+    Y = torch.where(torch.arange(50) % 3 == 0, (Y + 1) % CLASSES, Y)
+LOADER = batches(X, Y)
+
+
+# Draws
+
+
+def literal(small: Compressed, x: Tensor, samples: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Probabilities of every draw, draws × examples × classes."""
+    generator, model, found = torch.Generator().manual_seed(seed), network().eval(), []
+    assert small.sigma is not None
+    for _ in range(samples):
+        noise = torch.randn(small.layout.size, generator=generator)
+        drawn = small.layout.views(small.values() + scale * small.sigma * noise)
+        model.load_state_dict({**small.dense_state_dict(), **drawn})
+        with torch.no_grad():
+            found.append(model(x).double().softmax(1))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "scale", "size"), [(1, 1.0, 50), (7, 1.0, 16), (20, 0.4, 2), (20, 2.5, 49)]
+)
+def test_an_ensemble_is_what_a_literal_loop_says(samples: int, scale: float, size: int) -> None:
+    p = literal(SMALL, X, samples, 5, scale)
+    found = ensemble(SMALL, network(), batches(X, Y, size), samples, 5, sigma_scale=scale)
+    near = {"rtol": 1e-5, "atol": 1e-7}
+    mean = p.mean(0)
+    assert torch.allclose(found.probabilities, mean, **near)
+    entropy, expected = -(mean * mean.log()).sum(1), -(p * p.log()).sum(2).mean(0)
+    assert torch.allclose(found.predictive_entropy, entropy, **near)
+    assert torch.allclose(found.expected_entropy, expected, **near)
+    assert torch.allclose(found.mutual_information, entropy - expected, rtol=1e-4, atol=1e-6)
+    votes = F.one_hot(p.argmax(2), CLASSES).double().mean(0)
+    assert torch.allclose(found.disagreement, 1 - votes[torch.arange(50), mean.argmax(1)])
+    assert torch.equal(found.targets, Y)  # type: ignore[arg-type]  # there are labels
+    assert repr(found) == f"Predictions(examples=50, classes=3, samples={samples})"
+    if samples > 1:
+        assert 0 < float(found.disagreement.mean()) < 1
+
+
+def test_without_sigma_an_ensemble_is_the_point_estimate() -> None:
+    model = network()
+    found = ensemble(SMALL, model, LOADER, 20, sigma_scale=0.0)
+    alone = point(model, LOADER)  # which has the point estimate's weights now
+    assert torch.allclose(found.probabilities, alone.probabilities, rtol=1e-12)
+    for same in (found, alone):
+        assert same.mutual_information.tolist() == [0.0] * 50
+        assert same.disagreement.tolist() == [0.0] * 50
+
+
+def test_sigmas_of_centres_are_scaled_too() -> None:
+    centres = replace(SMALL, weight_sigma=None, centre_sigma=SMALL.centre_sigmas())
+    doubled = replace(centres, centre_sigma=tuple(2 * s for s in centres.centre_sigma or ()))
+    found = [
+        ensemble(held, network(), LOADER, 3, sigma_scale=scale).probabilities
+        for held, scale in ((centres, 2.0), (doubled, 1.0))
+    ]
+    assert torch.equal(*found)
+
+
+def test_every_draw_starts_from_the_same_buffers_and_the_model_ends_as_the_point_estimate() -> None:
+    model, seen = network().train(), []
+    model[3].eval()
+
+    def recalibrate(drawn: Any) -> None:
+        seen.append(drawn[1].running_mean.clone())
+        drawn[1].running_mean += 5.0
+
+    ensemble(SMALL, model, LOADER, 4, recalibrate=recalibrate)
+    assert all(torch.equal(mean, SMALL.untouched["1.running_mean"]) for mean in seen)
+    assert [module.training for module in model] == [True, True, True, False, True, True, True, True]
+    for name, value in SMALL.dense_state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 8), st.floats(0, 30))
+def test_mutual_information_is_at_least_0_and_at_most_the_entropy(
+    seed: int, samples: int, scale: float
+) -> None:
+    found = ensemble(SMALL, network(), LOADER, samples, seed, sigma_scale=scale)
+    assert (found.mutual_information >= 0).all()
+    assert (found.mutual_information <= found.predictive_entropy + 1e-12).all()
+    assert (found.predictive_entropy <= math.log(CLASSES) + 1e-12).all()
+
+
+class Shuffled:
+    """Another order in every pass."""
+
+    def __init__(self, labelled: bool = True) -> None:
+        self.passes, self.labelled = 0, labelled
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        order = torch.randperm(50, generator=torch.Generator().manual_seed(self.passes))
+        return iter(batches(X[order], Y[order] if self.labelled else None))
+
+
+class Gives(nn.Module):
+    """The same answer to every input."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (Shuffled(), "test data: pass 2 gave other examples"),
+        (Shuffled(labelled=False), "other examples"),
+        (iter(LOADER), "iterated"),
+        ([], "not empty"),
+        (batches(X, Y + 1), "batch 1: the target is not a class from 0 to 2"),
+        (batches(X, F.one_hot(Y).float()), "one label per example"),
+        (batches(X * math.inf, Y), "not finite"),
+        ([*LOADER, X], "having labels"),
+    ],
+)
+def test_a_loader_that_will_not_do_is_an_error(loader: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ensemble(SMALL, network(), loader, 2)
+
+
+def test_other_mistakes() -> None:
+    with pytest.raises(DataError, match="samples is 0"):
+        ensemble(SMALL, network(), LOADER, 0)
+    for scale in (-1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="sigma_scale is"):
+            ensemble(SMALL, network(), LOADER, 2, sigma_scale=scale)
+    with pytest.raises(WeightError, match="no posterior"):
+        ensemble(replace(SMALL, weight_sigma=None), network(), LOADER, 2)
+    with pytest.raises(LayoutError, match="does not match"):
+        ensemble(SMALL, nn.Linear(4, CLASSES), LOADER, 2)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        ensemble(SMALL, network(), LOADER, 2, device="cuda:99")
+    for answer in (torch.zeros(16, 3, 2), {"logits": 1}):
+        with pytest.raises(DataError, match="one score per class"):
+            point(Gives(answer), LOADER)
+
+
+# The table of rivals
+
+OOD = {
+    "far": batches(numbers(30, 4, seed=7), torch.zeros(30).long(), 30),
+    "unlabelled": [3 * numbers(20, 4, seed=8)],
+}
+
+
+def test_rows_are_the_measures_of_the_half_that_is_scored() -> None:
+    original, found_by = network(3), {}
+    table = assess(SMALL, network(), LOADER, original=original, ood=OOD, samples=6, seed=4)
+    assert [row.rival for row in table.rows] == list(Rival)
+    fitted, scored = split_in_half(50)
+    assert (table.examples, table.calibration_examples, table.notes) == (25, 25, ())
+    model = SMALL.apply_to(network())
+    for name, loader in {"": LOADER, **OOD}.items():
+        found_by[name] = {
+            Rival.ORIGINAL: point(original, loader),
+            Rival.POINT: point(model, loader),
+            Rival.ENSEMBLE: ensemble(SMALL, network(), loader, 6, 4),
+        }
+    for rival, found in found_by[""].items():
+        log_p, row = found.log_probabilities, table.row(rival)
+        is_wrong = (log_p.argmax(1) != Y).double()
+        assert row.temperature is None
+        assert row.nll == negative_log_likelihood(log_p[scored], Y[scored])
+        assert row.calibration_error == calibration_error(log_p[scored].exp(), Y[scored])
+        confidence = found.uncertainty(Score.MAX_PROBABILITY)[scored]
+        assert row.risk_coverage_area == float(risk_coverage(confidence, is_wrong[scored]).mean())
+        assert row.accuracy == pytest.approx(1 - float(is_wrong[scored].mean()))
+        assert row.accuracy_all == pytest.approx(1 - float(is_wrong.mean()))
+        scaled = table.row(Rival(f"{rival}, tempered"))
+        assert scaled.temperature == fit_temperature(log_p[fitted], Y[fitted])
+        assert scaled.nll == negative_log_likelihood(tempered(log_p[scored], scaled.temperature), Y[scored])
+        assert scaled.accuracy == row.accuracy
+        for name in OOD:
+            scores = list(Score) if rival is Rival.ENSEMBLE else list(Score)[:2]
+            assert list(row.auroc[name]) == scores
+            assert list(scaled.auroc[name]) == list(Score)[:2]
+            for score in scores:
+                inside = found.uncertainty(score)[scored]
+                outside = found_by[name][rival].uncertainty(score)
+                assert row.auroc[name][score] == auroc(inside, outside)
+                assert row.fpr95[name][score] == false_positive_rate(inside, outside)
+
+
+def test_a_temperature_does_not_depend_on_the_examples_it_is_scored_on() -> None:
+    """Other labels in the scored half change no temperature; in the other half they do."""
+    fitted, scored = split_in_half(50)
+
+    def temperatures(changed: Tensor) -> list[float | None]:
+        y = Y.clone()
+        y[changed] = (y[changed] + 1) % CLASSES
+        return [row.temperature for row in assess(SMALL, network(), batches(X, y), samples=3).rows]
+
+    unchanged = temperatures(torch.tensor([], dtype=torch.int64))
+    assert temperatures(scored) == unchanged
+    assert temperatures(fitted) != unchanged
+
+
+def test_the_split_is_half_and_half_and_always_the_same() -> None:
+    for n in (2, 3, 127, 1000):
+        fitted, scored = split_in_half(n)
+        assert torch.equal(torch.cat((fitted, scored)).sort().values, torch.arange(n))
+        assert (len(fitted), len(scored)) == (n // 2, n - n // 2)
+        assert torch.equal(split_in_half(n)[0], fitted)
+    # Sorted data: about as many of the first class in either half.
+    assert 200 < int((split_in_half(1000)[0] < 500).sum()) < 300
+
+
+def test_with_calibration_data_all_test_examples_are_scored() -> None:
+    x, y = numbers(40, 4, seed=9), torch.arange(40) % CLASSES
+    table = assess(SMALL, network(), LOADER, calibration=batches(x, y), samples=3)
+    assert (table.examples, table.calibration_examples) == (50, 40)
+    model = SMALL.apply_to(network())
+    own, other = point(model, LOADER), point(model, batches(x, y))
+    assert table.row(Rival.POINT).nll == negative_log_likelihood(own.log_probabilities, Y)
+    assert table.row(Rival.POINT_TEMPERED).temperature == fit_temperature(other.log_probabilities, y)
+
+
+def test_rows_that_cannot_be_computed_are_left_out_with_a_note() -> None:
+    table = assess(SMALL, network(), LOADER, samples=0)
+    assert [row.rival for row in table.rows] == [Rival.POINT, Rival.POINT_TEMPERED]
+    assert sum("left out" in note for note in table.notes) == 2
+    assert set(table.notes) <= set(table.lines())
+    assert table.comparisons == ()
+    with pytest.raises(DataError, match="no row for ensemble"):
+        table.row(Rival.ENSEMBLE)
+
+
+def test_comparisons_are_of_paired_differences() -> None:
+    table = assess(SMALL, network(), LOADER, original=network(3), samples=6, calibration=LOADER)
+    assert [c.rival for c in table.comparisons] == list(Rival)[:4]
+    for each in table.comparisons:
+        losses = table.row(Rival.ENSEMBLE).losses - table.row(each.rival).losses
+        assert each.difference == pytest.approx(table.row(Rival.ENSEMBLE).nll - table.row(each.rival).nll)
+        expected = math.sqrt(float((losses - losses.mean()).square().sum()) / 49 / 50)
+        assert each.standard_error == pytest.approx(expected, rel=1e-9)
+    verdicts = [Comparison(Rival.POINT, *pair).verdict for pair in ((-0.3, 0.1), (0.3, 0.1), (0.2, 0.1))]
+    assert verdicts == ["better", "worse", "no difference"]
+    alike = assess(SMALL, network(), LOADER, samples=6, sigma_scale=0.0).comparisons[0]
+    assert alike.verdict == "no difference"
+
+
+def test_the_table_as_lines_and_as_json() -> None:
+    table = assess(SMALL, network(), LOADER, original=network(3), ood=OOD, samples=6, seed=4)
+    facts = json.loads(json.dumps(table.to_dict(), allow_nan=False))
+    assert [row["name"] for row in facts["rows"]] == [rival.value for rival in Rival]
+    assert facts["rows"][4]["auroc"]["far"].keys() == {score.value for score in Score}
+    assert facts["comparisons"][0].keys() == {"rival", "difference", "standard_error", "verdict"}
+    assert sum(b["examples"] for b in facts["reliability"]["ensemble"]) == 25
+    lines = table.lines()
+    assert lines[0].startswith("6 draws, sigma × 1, seed 4; scored on 25 of 50 examples")
+    assert lines[2].split() == ["accuracy", "NLL", "Brier", "ECE", "AURC", "T"]
+    assert lines[3].split()[1:3] == [f"{table.rows[0].accuracy:.2%}", f"{table.rows[0].nll:.4f}"]
+    assert sum(line.startswith("against ") for line in lines) == 2
+    assert repr(table) == "Assessment(rows=6, examples=25, samples=6)"
+    assert repr(table.rows[0]).startswith("Row('original', accuracy=")
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples", "message"),
+    [
+        (Shuffled(), 0, "other examples to one network than to another"),
+        (batches(X, None), 2, "have no labels"),
+        (batches(X[:1], Y[:1]), 2, "one example cannot be split"),
+        (LOADER, -1, "samples is -1"),
+    ],
+)
+def test_an_assessment_that_cannot_be_made(loader: Any, samples: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        assess(SMALL, network(), loader, original=network(), samples=samples)
+
+
+# A file and data by name
+
+
+def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, file = digits_resnet(), tmp_path / "model.pwfn"
+    torch.save(model.state_dict(), tmp_path / "original.pt")
+    posterior(model, 0.05).save(file, posterior="weight", record={"model": "digits_resnet"})
+    options = RunOptions("", "digits", tmp_path, device="cpu")
+    facts, table = assess_file(
+        file,
+        options,
+        TrustOptions(
+            samples=3,
+            seed=2,
+            original=str(tmp_path / "original.pt"),
+            ood=("noise", "shift:rotate:90"),
+            sigma_scale=0.5,
+            out=tmp_path / "uncertainty.json",
+        ),
+    )
+    plain = evaluate_file(file, options, seed=2)
+    assert {name: facts[name] for name in plain} == plain
+    assert [row.rival for row in table.rows] == list(Rival)
+    assert list(table.rows[0].auroc) == ["noise", "shift:rotate:90"]
+    assert "noise" in [note.split(":")[0] for note in table.notes]
+    assert table.sigma_scale == 0.5
+    written = json.loads((tmp_path / "uncertainty.json").read_text())
+    assert written == json.loads(json.dumps(table.to_dict())) == json.loads(json.dumps(facts["uncertainty"]))
+    assert table.row(Rival.POINT).accuracy_all == facts["after"]["metric"]
+    whole, _ = assess_file(file, options, TrustOptions(samples=3, seed=2))
+    assert evaluate_file(file, options, samples=3, seed=2)["ensemble"] == whole["ensemble"]
