@@ -62,9 +62,7 @@ def main() -> None:
     job.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     job.add_argument("--set", dest="changes", action="append", default=[], help="section.name=value, for all")
     job.add_argument("--samples", type=int, default=20)
-    job.add_argument(
-        "--plain", action="store_true", help="assess each file only as it is"
-    )
+    job.add_argument("--plain", action="store_true", help="assess each file only as it is")
     job.add_argument("--device", default=None)
     job.add_argument("--runs", type=Path, default=Path("runs/uncertainty"))
     job.add_argument("--out", type=Path, default=RESULTS)
