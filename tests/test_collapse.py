@@ -11,7 +11,7 @@ import pytest
 
 from pwfn.errors import FileError
 from pwfn.evaluate.trace import Histogram, Moment, Trace
-from pwfn.report.reading import read_run
+from pwfn.report.reading import read_trace
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions
 
@@ -84,10 +84,10 @@ def test_what_a_run_saw_is_kept(tmp_path: Path) -> None:
     run(RunOptions("digits_resnet", "digits", folder, "random", device="cpu"), made.config)
     collapse.keep(NAME, tmp_path / "tables", root)
     (kept,) = collapse.seen(NAME, root)
-    looks = [look for look in read_run(folder).observed if look.moment is not Moment.AFTER]
+    looks = [look for look in read_trace(folder) if look.moment is not Moment.AFTER]
     assert kept.label == "one"
     assert [look.sigma for look in kept.observed] == [look.sigma for look in looks]
     start = kept.observed[0].sigma
     assert isinstance(start, Histogram)
-    assert start.total == sum(count for _, count in read_run(folder).observed[-1].codebook)
+    assert start.total == sum(entry.weights for entry in read_trace(folder)[-1].layers)
     assert all(math.isfinite(edge) for edge in start.edges())

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from pwfn.errors import FileError
-from pwfn.report.figures import canvas
+from pwfn.report.figures import style
 
 TARGETS = "".join(
     f'[[target]]\nname = "{name}"\nlabel = "{name}"\nwithin_points = 0.3\nbits = 2.0\n\n'
@@ -76,7 +76,7 @@ def test_what_lies_below_is_counted_and_another_network_is_not(root: Path, tmp_p
         "; 5 lines of the tables of test images, of which 1 lie more than 2.5 points below the start" in said
     )
     assert "](frontier.png)\n\nTo the left is smaller" in said
-    canvas.png(frontier.drawing(root), tmp_path / "a.png", 40)
+    style.png(frontier.drawing(root), tmp_path / "a.png", 40)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
