@@ -16,14 +16,15 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from cases import npz_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 import pwfn
-from pwfn.zoo import fetch
+from pwfn.zoo import fetch, models
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -112,12 +113,22 @@ def test_make_knows_its_targets(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def images_that_it_knows() -> dict[str, np.ndarray]:
+    """Random images with the labels that the ResNet-20 in the repository gives them."""
+    images = np.random.default_rng(0).integers(0, 256, (16, 32, 32, 3), dtype=np.uint8)
+    network = models.create("cifar_resnet20").train()  # BatchNorm by the batch, as in training
+    network.load_state_dict(load_file(ROOT / "weights" / "resnet20_cifar10.safetensors"))
+    inputs = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
+    labels = network(inputs).argmax(1).numpy()
+    return {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
+
+
 def test_pwfn_commands_run_as_written(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, in a folder that looks like the repository, on 16 images instead of CIFAR-10."""
 
     def fetched(out: Path, source: Path | None = None) -> dict[str, list[int]]:
         out.parent.mkdir(parents=True)
-        npz_file(out, labels=10)
+        np.savez(out, **images_that_it_knows())
         return {"x_train": [16, 32, 32, 3], "x_test": [16, 32, 32, 3]}
 
     monkeypatch.setattr(fetch, "fetch_cifar10", fetched)
