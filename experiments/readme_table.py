@@ -19,13 +19,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = ("network", "method", "top-1 before", "top-1 after", "bits", "values", "bytes", "smaller")
 ROWS = (
-    ("ResNet-20", "pwfn", "resnet20/cifar_resnet20_pwfn"),
-    ("ResNet-20", "pwfn, smallest file", "resnet20_small/cifar_resnet20_pwfn_smallest"),
+    ("ResNet-20", "[pwfn, tuned](experiments/rows/resnet20.toml)", "resnet20/cifar_resnet20_pwfn"),
+    (
+        "ResNet-20",
+        "[pwfn, smallest](experiments/rows/resnet20_small.toml)",
+        "resnet20_small/cifar_resnet20_pwfn_smallest",
+    ),
     ("ResNet-20", "LSQ, 3 bit", "compare_resnet20/cifar_resnet20_lsq_3_bit"),
-    ("ResNet-56", "pwfn", "resnet56/cifar_resnet56_pwfn"),
-    ("ResNet-18", "pwfn", "compare_resnet18/cifar_resnet18_pwfn_recommended"),
+    ("ResNet-56", "[pwfn, tuned](experiments/rows/resnet56.toml)", "resnet56/cifar_resnet56_pwfn"),
+    ("ResNet-18", "pwfn, recommended", "compare_resnet18/cifar_resnet18_pwfn_recommended"),
     ("ResNet-18", "WFN", "compare_resnet18/cifar_resnet18_wfn_delta_0_09"),
-    ("ViT, 4 M weights", "pwfn", "compare_vit/cifar_vit_tiny_pwfn_recommended"),
+    ("ViT, 4 M weights", "pwfn, recommended", "compare_vit/cifar_vit_tiny_pwfn_recommended"),
     ("ViT, 4 M weights", "Q-ViT, 4 bit", "compare_vit/cifar_vit_tiny_q_vit_4_bit"),
 )
 """Network, method, and the result files: folder and name without the seed."""
