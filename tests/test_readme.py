@@ -7,6 +7,7 @@ tests/test_readme.py``, runs them for real in a fresh clone; that downloads CIFA
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pwfn
+from pwfn.config import Section
 from pwfn.zoo import fetch, models
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +102,16 @@ def anchors(page: Path) -> set[str]:
 def test_sentences_are_plain(page: str) -> None:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if MANNERED.search(line)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # it has old names too
+def test_names_of_modules_and_settings_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in set(re.findall(r"\bpwfn(?:\.[A-Za-z_]\w*)+", text)):
+        pkgutil.resolve_name(name)
+    sections = {key: value for key, value in vars(pwfn.Config()).items() if isinstance(value, Section)}
+    for section, name in re.findall(rf"(?<![\w.'/])({'|'.join(sections)})\.(\w+)\b(?!\.)", text):
+        assert name == "py" or name in vars(sections[section]), f"{section}.{name}"
 
 
 def test_every_command_is_of_a_kind_that_is_run() -> None:
