@@ -13,19 +13,18 @@ Finished runs in gallery/runs are not repeated.
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 from chromium import Browser, find_browser
-from safetensors.torch import save_file
 
+from pwfn import Config
+from pwfn.lab.uncertainty.file import assess_file
 from pwfn.report import write
 from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
 from pwfn.run import demo
-from pwfn.run.folder import run
-from pwfn.run.options import RunOptions
-from pwfn.run.scores import assess_file
-from pwfn.zoo import data
+from pwfn.run.options import RunOptions, TrustOptions
 
 PRESETS = ("recommended", "paper")
 WIDTHS = (390, 1440)
@@ -55,20 +54,16 @@ def main() -> None:
 
 
 def compressed(runs: Path, preset: str) -> Path:
-    """The folder of a finished run of the demo's network with that preset, with its uncertainty."""
-    folder, weights = runs / preset, runs / "digits_resnet.safetensors"
-    if (folder / "uncertainty.json").exists():
-        return folder
-    config = demo.settings(preset, seed=0).override({"target.keep_states": True})
-    if not weights.exists():
-        runs.mkdir(parents=True, exist_ok=True)
-        train, _ = data.digits()
-        save_file(demo.pretrained(train, config.seed).state_dict(), weights)
-    options = RunOptions("digits_resnet", "digits", folder, str(weights), device="cpu", resume=True)
-    run(options, config)
-    scored = RunOptions("", "digits", folder, "", device="cpu")
+    """The folder of a finished demo with that preset, with its uncertainty."""
+    folder = runs / preset
     out = folder / "uncertainty.json"
-    assess_file(folder / "model.pwfn", scored, original=str(weights), ood=["noise"], out=out)
+    if not out.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        demo.demo(Config.preset(preset), folder)
+        scored = RunOptions("", "digits", folder, "", device="cpu")
+        weights = str(folder / "weights.safetensors")
+        asked = TrustOptions(samples=20, original=weights, ood=("noise",), out=out)
+        assess_file(folder / "model.pwfn", scored, asked)
     return folder
 
 

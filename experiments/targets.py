@@ -1,9 +1,8 @@
-"""What each network shall reach, and whether the results say that it does."""
+"""What each network should reach, and whether the results reach it."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,39 +11,37 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pwfn.config.checks import hint
-from pwfn.errors import ConfigError
-from pwfn.lab import compare
-from pwfn.lab.compare.measuring import settings_differ
-from pwfn.lab.compare.table import Figure
+from archive import Archive, Facts
 
-# Of sums of floating-point numbers: far less than the third of an image in 10,000 that means can differ by.
-ROUNDING = 1e-9
-HEAD = (
-    "| network | start | top-1 | ensemble | bits | unique | bytes | smaller than fp32 | epochs | target | "
-    "verdict |\n|---|---|---|---|---|---|---|---|---|---|---|"
+from pwfn.config import hint
+from pwfn.errors import ConfigError
+from pwfn.lab.compare.table import Line, cells, commits, legend, machines, markdown
+
+ROUNDING = 1e-9  # of sums of floating-point numbers; means differ by at least a third of an image in 10,000
+HEADS = (
+    *("network", "start", "top-1 (ensemble)", "bits", "unique", "bytes", "smaller than fp32", "epochs"),
+    *("target", "verdict"),
 )
-NOT_MEASURED = "not measured yet"
-NO_TARGET = "none"
 
 
 @dataclass(frozen=True)
 class Target:
-    """What one network shall reach; None where nothing is asked.
+    """What one network should reach; None where nothing is asked.
 
     >>> Target("a", "A", within_points=0.3, bits=2.5).asked()
     'top-1 within 0.3 points of its start; bits at most 2.5'
     """
 
-    name: str  # of the plan in experiments/rows, and of the folder of results
+    name: str  # of the table
     label: str
-    at_least: float | None = None  # mean accuracy, a share
-    within_points: float | None = None  # in place of that: points of 100 that it may lie below the start
-    start_at_least: float | None = None  # accuracy of the network before
-    bits: float | None = None  # most entropy a weight
-    unique: int | None = None  # most values
-    bytes: int | None = None  # most, of the whole file
-    times_smaller: float | None = None  # in place of that: the file against the network in fp32
+    first_page: bool = False  # shown in the README
+    at_least: float | None = None  # mean accuracy, a fraction
+    within_points: float | None = None  # instead: points (of 100) that it may be below the start
+    start_at_least: float | None = None  # accuracy of the network before compression
+    bits: float | None = None  # largest entropy per weight
+    unique: int | None = None  # largest number of values
+    bytes: int | None = None  # of the whole file
+    times_smaller: float | None = None  # instead: the file compared with the network in fp32
 
     def __post_init__(self) -> None:
         for one, other in (("at_least", "within_points"), ("bytes", "times_smaller")):
@@ -60,31 +57,24 @@ class Target:
     def most_bytes(self, fp32_bytes: int) -> int | None:
         """The largest file that meets it: bytes, or floor(fp32_bytes / times_smaller).
 
-        >>> Target("a", "A", at_least=0.9, times_smaller=24).most_bytes(1000)
+        >>> Target("a", "A", times_smaller=24).most_bytes(1000)
         41
         """
         return math.floor(fp32_bytes / self.times_smaller) if self.times_smaller is not None else self.bytes
 
     def asked(self) -> str:
         """In words."""
-        parts = []
-        if self.start_at_least is not None:
-            parts.append(f"start at least {100 * self.start_at_least:g} %")
-        if self.at_least is not None:
-            parts.append(f"top-1 at least {100 * self.at_least:g} %")
-        elif self.within_points:
-            parts.append(f"top-1 within {self.within_points:g} points of its start")
-        elif self.within_points is not None:
-            parts.append("top-1 no lower than its start")
-        if self.bits is not None:
-            parts.append(f"bits at most {self.bits:g}")
-        if self.unique is not None:
-            parts.append(f"unique at most {self.unique}")
-        if self.bytes is not None:
-            parts.append(f"bytes at most {self.bytes:,}")
-        if self.times_smaller is not None:
-            parts.append(f"bytes at most 1/{self.times_smaller:g} of fp32")
-        return "; ".join(parts) or NO_TARGET
+        within = f"within {self.within_points:g} points of" if self.within_points else "no lower than"
+        words = (
+            (self.start_at_least, f"start at least {100 * (self.start_at_least or 0):g} %"),
+            (self.at_least, f"top-1 at least {100 * (self.at_least or 0):g} %"),
+            (self.within_points, f"top-1 {within} its start"),
+            (self.bits, f"bits at most {self.bits}"),
+            (self.unique, f"unique at most {self.unique}"),
+            (self.bytes, f"bytes at most {self.bytes or 0:,}"),
+            (self.times_smaller, f"bytes at most 1/{self.times_smaller} of fp32"),
+        )
+        return "; ".join(said for value, said in words if value is not None) or "none"
 
 
 def read(path: Path) -> list[Target]:
@@ -99,37 +89,37 @@ def read(path: Path) -> list[Target]:
     return found
 
 
-def results(plan: compare.Plan, folder: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """The results of a plan of one row, by what is in its folder; and of the other seeds why there are none.
+def results(archive: Archive, name: str) -> tuple[list[Facts], dict[int, str]]:
+    """The results of a table of one row; and for the seeds without one, why.
 
-    What was measured with other settings than the plan has now does not count.
+    Results of other settings than the plan's do not count.
     """
-    runs = plan.runs()
+    if name not in archive.paths:
+        return [facts for row in archive.retired(name).values() for facts in row], {}
+    runs = archive.plan(name).runs()
     if len({(run.network.name, run.label) for run in runs}) != 1:
-        raise ConfigError("a target's plan has one [[model]] and one [[row]]: move others to another plan")
-    found: list[dict[str, Any]] = []
+        raise ConfigError(f"{name}: the plan of a target has one [[model]] and one [[row]]")
+    found: list[Facts] = []
     missing: dict[int, str] = {}
     for run in runs:
-        path = folder / "results" / f"{run.name}.json"
-        facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        if facts is None:
-            missing[run.seed] = "is missing"
-        elif settings_differ(run, facts["settings"]) is not None:
-            missing[run.seed] = "was run with other settings"
-        else:
+        facts, other = archive.result(name, run)
+        if facts is not None:
             found.append(facts)
+        else:
+            missing[run.seed] = "was run with other settings" if other else "is missing"
     return found, missing
 
 
 def shortfalls(target: Target, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """By how much the results miss it, in words; empty where it is met.
+    """By how much the results miss it, in words, rounded up; empty where it is met.
 
-    Accuracy and bits are means over seeds, unique values and bytes those of the worst seed. What is missed
-    is rounded up.
+    Accuracy and bits are means over seeds, unique values and bytes those of the worst seed.
     """
     start, top1, bits = (
         fmean(facts[key] for facts in found) for key in ("top1_start", "top1", "entropy_bits")
     )
+    unique, size = (max(facts[key] for facts in found) for key in ("unique", "file_bytes"))
+    most = target.most_bytes(found[0]["fp32_bytes"])
     missed = []
     if target.start_at_least is not None and start < target.start_at_least - ROUNDING:
         missed.append(f"start by {_up(100 * (target.start_at_least - start), 2)} points")
@@ -137,11 +127,8 @@ def shortfalls(target: Target, found: Sequence[Mapping[str, Any]]) -> list[str]:
         missed.append(f"top-1 by {_up(100 * (target.least(start) - top1), 2)} points")
     if target.bits is not None and bits > target.bits + ROUNDING:
         missed.append(f"bits by {_up(bits - target.bits, 3)}")
-    unique = max(facts["unique"] for facts in found)
     if target.unique is not None and unique > target.unique:
         missed.append(f"unique by {unique - target.unique:,}")
-    size = max(facts["file_bytes"] for facts in found)
-    most = target.most_bytes(found[0]["fp32_bytes"])
     if most is not None and size > most:
         missed.append(f"bytes by {size - most:,}")
     return missed
@@ -151,68 +138,46 @@ def verdict(target: Target, found: Sequence[Mapping[str, Any]], missing: Mapping
     """Met, or missed and by how much; while seeds are missing, nothing is met."""
     lacking = "; ".join(f"seed {seed} {why}" for seed, why in missing.items())
     if not found:
-        is_stale = any(why != "is missing" for why in missing.values())
-        return f"{NOT_MEASURED}: {lacking}" if is_stale else NOT_MEASURED
+        return f"not measured yet: {lacking}"
     missed = shortfalls(target, found)
-    said = f"missed: {', '.join(missed)}" if missed else "–" if target.asked() == NO_TARGET else "met"
+    said = f"missed: {', '.join(missed)}" if missed else "–" if target.asked() == "none" else "met"
     return f"{lacking}; so far {said}" if missing else said
 
 
-def row(target: Target, found: Sequence[Mapping[str, Any]], missing: Mapping[int, str], link: str) -> str:
-    """One line of the table; the label links to the plan."""
-    cells = ["–"] * 8
-    if found:
-        size, whole = max(facts["file_bytes"] for facts in found), found[0]["fp32_bytes"]
-        cells = [
-            f"{100 * fmean(facts['top1_start'] for facts in found):.2f}",
-            _shown([100 * facts["top1"] for facts in found]),
-            _shown([100 * facts["top1_ensemble"] for facts in found if facts["top1_ensemble"] is not None]),
-            _shown([facts["entropy_bits"] for facts in found]),
-            f"{max(facts['unique'] for facts in found):,}",
-            f"{size:,}",
-            f"{math.floor(10 * whole / size) / 10:.1f} times",  # never more than it is
-            f"{found[0]['epochs']:.4g}",
-        ]
-    label = f"[{target.label}]({link})"
-    return "| " + " | ".join([label, *cells, target.asked(), verdict(target, found, missing)]) + " |"
+def row(target: Target, found: Sequence[Facts], missing: Mapping[int, str]) -> list[str]:
+    """One row of the table."""
+    line = Line.of(target.label, "pwfn", found)
+    start = line.figures["top1_start"]
+    label, _, top1, bits, _, *figures, _ = cells(line)
+    shown = [label, start.shown(".2f", 100) if start else "–", top1, bits, *figures]
+    return [*shown, target.asked(), verdict(target, found, missing)]
 
 
-def table(experiments: Path, prefix: str) -> str:
-    """The targets' table, and where it was measured; ``prefix`` leads from the page to ``experiments``."""
-    rows, all_found = [], []
-    for target in read(experiments / "targets.toml"):
-        plan = compare.load(experiments / "rows" / f"{target.name}.toml")
-        found, missing = results(plan, experiments / "results" / target.name)
-        rows.append(row(target, found, missing, f"{prefix}experiments/rows/{target.name}.toml"))
-        all_found += found
-    below = (
-        "Top-1 in percent, of the `.pwfn` file, loaded again; ensemble: of the mean prediction of 20 draws "
-        "from its posterior. Top-1, ensemble and bits are mean ± standard deviation over seeds (n - 1); "
-        "unique and bytes those of the seed that has most. Bits: entropy a weight, of all weights and biases "
-        "of convolutions and linear layers in one pool."
-    )
-    lines = [HEAD, *rows, "", below]
-    if all_found:
-        machines = sorted({f"{facts['device']}, torch {facts['versions']['torch']}" for facts in all_found})
-        commits = sorted({facts["commit"][:7] for facts in all_found})
-        lines += ["", f"Measured on: {'; '.join(machines)}. Commits: {', '.join(commits)}."]
-    return "\n".join(lines)
-
-
-def _shown(values: Sequence[float]) -> str:
-    """Mean ± standard deviation (n - 1).
-
-    >>> _shown([91.0, 92.0]), _shown([91.0]), _shown([])
-    ('91.50 ± 0.71', '91.00', '–')
-    """
-    figure = Figure.of(values)
-    if figure is None:
-        return "–"
-    return f"{figure.mean:.2f}" + (f" ± {figure.spread:.2f}" if figure.spread is not None else "")
+def table(archive: Archive, *, first_page: bool = False) -> list[str]:
+    """The table of all targets; for the first page, some of them, without target and verdict."""
+    every = read(archive.experiments / "targets.toml")
+    asked = [target for target in every if target.first_page or not first_page]
+    rows, everything = [], list[Facts]()
+    for target in asked:
+        found, missing = results(archive, target.name)
+        everything += found
+        rows.append(row(target, found, missing))
+        if target.name not in archive.paths:
+            rows[-1][0] += " †"
+    notes = legend(0, 20, more=False)
+    if any(cells[0].endswith("†") for cells in rows):
+        commit = archive.retirement["commit"]
+        notes += f" †: uses settings that no longer exist; commit {commit} has the plan and can repeat it."
+    if first_page:
+        return [*markdown(HEADS[:-2], [cells[:-2] for cells in rows]), "", notes]
+    if everything:
+        on, made = "; ".join(machines(everything)), ", ".join(commits(everything))
+        notes += f"\n\nMeasured on: {on}. Commits: {made}."
+    return [*markdown(HEADS, rows, (0, 8, 9)), "", notes]
 
 
 def _up(value: float, digits: int) -> str:
-    """Rounded up, so that what is missed is never shown as nothing.
+    """Rounded up, so that what is missed is never shown as 0.
 
     >>> _up(0.001, 2), _up(0.25, 2)
     ('0.01', '0.25')

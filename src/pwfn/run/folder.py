@@ -24,7 +24,7 @@ import torch
 
 from pwfn.bayes.batchnorm import tracked
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.method import METHODS
+from pwfn.bayes.method import METHODS, check_options
 from pwfn.compress import compress
 from pwfn.config import Config
 from pwfn.errors import ConfigError, FileError
@@ -51,7 +51,7 @@ def run(
 
     With several processes all do the work, and the first one writes and shows.
     """
-    _check_posterior(options.posterior, config)
+    _check(options.posterior, config)
     distributed = distributed or distributed_for(options.device)
     distributed.first(lambda: prepare(options.out, options.resume))
     found = resolve(options, config, distributed)
@@ -100,8 +100,9 @@ def prepare(folder: Path, resume: bool = False) -> None:
     make_folder(folder / "checkpoints")
 
 
-def _check_posterior(wanted: str | None, config: Config) -> None:
-    """Before the work, not after it."""
+def _check(wanted: str | None, config: Config) -> None:
+    """What the method's own settings and the posterior must be, before the work and not after it."""
+    check_options(METHODS[config.method], config)
     if wanted is not None and wanted not in list(Posterior):
         raise ConfigError(f"posterior is {wanted!r}: allowed is one of {', '.join(Posterior)}")
     if wanted not in (None, Posterior.NONE) and not METHODS[config.method].has_posterior:

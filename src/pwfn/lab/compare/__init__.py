@@ -1,4 +1,4 @@
-"""A table of methods, side by side: every (network, method, seed) run or gone on with, and measured alike.
+"""A table of methods: every (network, method, seed) is run or resumed, and measured in the same way.
 
 plan = load("experiments/compare_resnet20.toml")
 table = run(plan, Path("tables/resnet20"), jobs=2)
@@ -6,7 +6,7 @@ print("\\n".join(lines(table)))                    # also in tables/resnet20/tab
 """
 
 from pwfn.lab.compare.plan import Plan, Run, load, read
-from pwfn.lab.compare.running import CutOffError, run
+from pwfn.lab.compare.runner import InterruptedTableError, run
 from pwfn.lab.compare.table import Table, lines
 
-__all__ = ["CutOffError", "Plan", "Run", "Table", "lines", "load", "read", "run"]
+__all__ = ["InterruptedTableError", "Plan", "Run", "Table", "lines", "load", "read", "run"]

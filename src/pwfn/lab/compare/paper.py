@@ -1,4 +1,4 @@
-"""The paper's own figures (ImageNet), as printed in its tables: they stand beside ours, and are not ours.
+"""The paper's own figures (ImageNet), as printed in its tables. They are shown for reference.
 
 They are in ``paper.toml``, with their source.
 """
@@ -6,39 +6,31 @@ They are in ``paper.toml``, with their source.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from pwfn.config.checks import hint
-from pwfn.errors import ConfigError
-
 WITHOUT_ENDS = " (w/o FL-Bias)"
-"""Ends the name of a line that is counted without first and last layer and without biases."""
+"""Suffix of lines that count neither the first and last layer nor biases."""
 
 
 @dataclass(frozen=True)
 class PaperLine:
     """One line of the paper's table; what it leaves open is None."""
 
-    network: str
     method: str
-    layer: bool | None  # whether every layer has a codebook of its own
-    channel: bool | None  # every input channel
-    attention: bool | None  # every attention head
     top1: float  # percent
-    ensemble: float | None  # percent
-    entropy_bits: float | None
-    unique: int | None
-    inner_entropy_bits: float | None  # without first and last layer and biases
-    inner_unique: int | None
-    epochs: int | None  # extra ones
-    bits: int | None  # of its quantiser, where the paper says
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    ensemble: float | None = None  # percent
+    layer: bool | None = None  # whether every layer has a codebook of its own
+    channel: bool | None = None  # every input channel
+    attention: bool | None = None  # every attention head
+    entropy_bits: float | None = None
+    unique: int | None = None
+    inner_entropy_bits: float | None = None  # without first and last layer and biases
+    inner_unique: int | None = None
+    epochs: int | None = None  # additional ones
+    bits: int | None = None  # of its quantiser, where the paper says
 
 
 @cache
@@ -53,7 +45,7 @@ def source() -> str:
 
 
 def data() -> str:
-    """What the paper's networks were scored on."""
+    """The data set of the paper's table."""
     return str(_tables()["data"])
 
 
@@ -64,12 +56,6 @@ def networks() -> list[str]:
     ['ResNet-18', 'ResNet-34', 'ResNet-50', 'DeiT-Small', 'DeiT-Tiny', 'DenseNet161']
     """
     return list(_tables()["networks"])
-
-
-def methods() -> list[str]:
-    """Every method that the table has a line of, for any network."""
-    lines = [name for table in _tables()["networks"].values() for name in table]
-    return list(dict.fromkeys(name for name in lines if not name.endswith(WITHOUT_ENDS)))
 
 
 def line(network: str, method: str) -> PaperLine | None:
@@ -84,31 +70,12 @@ def line(network: str, method: str) -> PaperLine | None:
     lines = _tables()["networks"][network]
     if method not in lines:
         return None
-    own, inner = lines[method], lines.get(method + WITHOUT_ENDS, {})
+    inner = lines.get(method + WITHOUT_ENDS, {})
     return PaperLine(
-        network=network,
-        method=method,
-        layer=own.get("layer"),
-        channel=own.get("channel"),
-        attention=own.get("attention"),
-        top1=own["top1"],
-        ensemble=own.get("ensemble"),
-        entropy_bits=own.get("entropy_bits"),
-        unique=own.get("unique"),
+        method,
+        **lines[method],
         inner_entropy_bits=inner.get("entropy_bits"),
         inner_unique=inner.get("unique"),
         epochs=_tables()["epochs"].get(method),
         bits=_tables()["bits"].get(method),
     )
-
-
-def check_network(name: str) -> None:
-    """Refuse a network that the paper's table does not have."""
-    if name not in networks():
-        raise ConfigError(f"paper is {name!r}, no network of the paper's table{hint(name, networks())}")
-
-
-def check_method(name: str) -> None:
-    """Refuse a method that the paper's table does not have."""
-    if name not in methods():
-        raise ConfigError(f"paper is {name!r}, no method of the paper's table{hint(name, methods())}")

@@ -1,4 +1,4 @@
-"""What a table is made of: networks, rows and seeds, read from TOML and checked before anything runs."""
+"""What a table compares: networks, rows and seeds, read from TOML and checked before anything runs."""
 
 from __future__ import annotations
 
@@ -6,167 +6,71 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from pwfn.config import Config, MethodName, SigmaInit
-from pwfn.config.checks import Number, hint
+from pwfn.bayes.method import METHODS, check_options, phases
+from pwfn.config import Config, SigmaInit, hint
 from pwfn.errors import ConfigError
-from pwfn.lab import baselines as methods
+from pwfn.lab.baselines import find
 from pwfn.lab.compare import paper
 
-PAPER_NAMES: dict[MethodName, str] = {
-    MethodName.BASELINE: "Baseline",
-    MethodName.LSQ: "LSQ",
-    MethodName.APOT: "APoT",
-    MethodName.WFN: "WFN",
-    MethodName.LSQ_PLUS: "LSQ+",
-    MethodName.QVIT: "Q-ViT",
-    MethodName.KMEANS: "k-means",
-    MethodName.PWFN: "PWFN",
+PAPER_NAMES = {
+    "baseline": "Baseline",
+    "lsq": "LSQ",
+    "apot": "APoT",
+    "wfn": "WFN",
+    "lsq+": "LSQ+",
+    "q-vit": "Q-ViT",
+    "kmeans": "k-means",
+    "pwfn": "PWFN",
 }
-"""What the paper's table calls each method; k-means it has not."""
-NO_PRIOR = "PWFN (no prior)"
-
-_WITH_BITS = {MethodName.LSQ, MethodName.LSQ_PLUS, MethodName.APOT, MethodName.QVIT, MethodName.KMEANS}
+"""Names of the methods in the paper's table; k-means is not in it."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """A check for text that is not empty."""
-
-    optional: bool = False
-
-    def allowed(self) -> str:
-        """What is allowed, for messages."""
-        return "text in quotes"
-
-    def __call__(self, value: Any) -> str | None:
-        """The value as it is kept; ValueError where it is not allowed."""
-        if value is None and self.optional:
-            return None
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError
-        return value
-
-
-@dataclass(frozen=True)
-class Several:
-    """A check for a list without repetition, of at least one; each passes another check."""
-
-    each: Number | Text
-    what: str  # "whole numbers", for messages
-    optional: bool = False
-
-    def allowed(self) -> str:
-        """What is allowed, for messages."""
-        return f"a list of {self.what}, at least one and none twice"
-
-    def __call__(self, value: Any) -> tuple[Any, ...] | None:
-        """The value as it is kept; ValueError where it is not allowed."""
-        if value is None and self.optional:
-            return None
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError
-        items = tuple(self.each(item) for item in value)
-        if not items or len(set(items)) != len(items):
-            raise ValueError
-        return items
-
-
-@dataclass(frozen=True)
-class Changes:
-    """A check for settings: ``"section.name" = value``, or a table for each section."""
-
-    def allowed(self) -> str:
-        """What is allowed, for messages."""
-        return 'a table of settings, as in "quantiser.bits" = 4'
-
-    def __call__(self, value: Any) -> dict[str, Any]:
-        """The value as it is kept, by ``section.name``; ValueError where it is not allowed."""
-        if not isinstance(value, Mapping):
-            raise ValueError
-        flat: dict[str, Any] = {}
-        for key, item in value.items():
-            flat |= {f"{key}.{name}": own for name, own in item.items()} if _is_table(item) else {key: item}
-        return flat
-
-
-class _Check(Protocol):
-    def allowed(self) -> str: ...
-
-    def __call__(self, value: Any) -> Any: ...
-
-
-def _given(check: _Check, **default: Any) -> Any:
-    return field(metadata={"check": check}, **default)
-
-
-_SEED = Number(0, 2**63 - 1, whole=True)
-
-
-class _Described:
-    """Checks every value that was given when the thing is made."""
-
-    def __post_init__(self) -> None:
-        for item in _declared(type(self)):
-            check: _Check = item.metadata["check"]
-            value = getattr(self, item.name)
-            try:
-                object.__setattr__(self, item.name, check(value))
-            except (ValueError, TypeError, OverflowError):
-                raise ConfigError(f"{item.name} is {value!r}: allowed is {check.allowed()}") from None
-
-
-def _declared(kind: type) -> list[dataclasses.Field[Any]]:
-    """What a description may name."""
-    return [item for item in dataclasses.fields(kind) if "check" in item.metadata]
-
-
-@dataclass(frozen=True)
-class Network(_Described):
+class Network:
     """A network of the table: one block ``[[model]]``."""
 
-    name: str = _given(Text())
-    weights: str = _given(Text(), default="pretrained")  # that, "random", or a file
-    paper: str | None = _given(Text(optional=True), default=None)  # whose figures stand beside
-    settings: Mapping[str, Any] = _given(Changes(), default_factory=dict)
+    name: str
+    weights: str = "pretrained"  # or "random", or a file
+    paper: str | None = None  # the paper's network whose figures are shown too
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row(_Described):
-    """A row of the table, for some or all of its networks: one block ``[[row]]``."""
+class Row:
+    """A row of the table, for some or all networks: one block ``[[row]]``."""
 
-    method: str = _given(Text())
-    label: str | None = _given(Text(optional=True), default=None)
-    preset: str | None = _given(Text(optional=True), default=None)
-    models: tuple[str, ...] | None = _given(Several(Text(), "networks' names", True), default=None)
-    seeds: tuple[int, ...] | None = _given(Several(_SEED, "whole numbers", True), default=None)
-    paper: str | None = _given(Text(optional=True), default=None)  # "off": no line of the paper's
-    settings: Mapping[str, Any] = _given(Changes(), default_factory=dict)
+    method: str
+    label: str | None = None
+    preset: str | None = None
+    models: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Plan(_Described):
+class Plan:
     """A table: every row is run for its networks and seeds."""
 
-    data: str = _given(Text())
-    seeds: tuple[int, ...] = _given(Several(_SEED, "whole numbers"), default=(0,))
-    jobs: int = _given(Number(1, whole=True), default=1)  # runs at a time
-    samples: int = _given(Number(0, whole=True), default=20)  # draws of an ensemble
-    batch_size: int = _given(Number(1, whole=True), default=128)
-    holdout: int = _given(Number(0, whole=True), default=0)  # training images, scored in place of test images
-    settings: Mapping[str, Any] = _given(Changes(), default_factory=dict)
-    models: tuple[Network, ...] = ()
+    data: str
+    seeds: tuple[int, ...] = (0,)
+    jobs: int = 1  # runs at a time
+    samples: int = 20  # draws of an ensemble
+    batch_size: int = 128
+    holdout: int = 0  # training images that are held out and scored instead of the test images
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    networks: tuple[Network, ...] = ()
     rows: tuple[Row, ...] = ()
 
     def runs(self) -> list[Run]:
         """Every run of the table: network by network, row by row, seed by seed."""
         return [
             Run(self, network, row, seed)
-            for network in self.models
+            for network in self.networks
             for row in self.rows
             if row.models is None or network.name in row.models
             for seed in row.seeds or self.seeds
@@ -184,54 +88,49 @@ class Run:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What is set: for all runs, then for the network, then for the row."""
+        """The settings given: those of the table, then of the network, then of the row."""
         return {**self.plan.settings, **self.network.settings, **self.row.settings}
 
     @property
     def config(self) -> Config:
-        """All its settings."""
+        """All settings."""
         config = Config.preset(self.row.preset or "recommended", self.row.method)
         return config.override({**self.changes, "seed": self.seed})
 
     @property
     def epochs(self) -> float:
-        """Of training, which is what takes its time."""
+        """Epochs of training, polish included."""
         config = self.config
-        return (
-            sum(stretch.epochs for stretch in methods.of(config).plan(config)) + config.finish.polish_epochs
-        )
+        return sum(phase.epochs for phase in phases(config)) + config.finish.polish_epochs
 
     @property
     def label(self) -> str:
-        """The row's name in the table: the method's and, where it has such a setting, its bits."""
+        """The name of the row: as given, or the method and, where it has this option, its bits."""
         if self.row.label is not None:
             return self.row.label
-        config = self.config
-        bits = f", {config.quantiser.bits} bit" if config.method in _WITH_BITS else ""
-        return _paper_name(config) + bits
+        bits = getattr(check_options(METHODS[self.row.method], self.config), "bits", None)
+        return _method_name(self.config) + (f", {bits} bit" if bits is not None else "")
 
     @property
     def paper_line(self) -> paper.PaperLine | None:
-        """The paper's figures that stand beside it, where there are any."""
-        if self.network.paper is None or self.row.paper == "off":
-            return None
-        return paper.line(self.network.paper, self.row.paper or _paper_name(self.config))
+        """The line of the paper's table for its network and method, if there is one."""
+        return paper.line(self.network.paper, _method_name(self.config)) if self.network.paper else None
 
     @property
     def name(self) -> str:
-        """``network_row_seedN``, as files are named."""
-        return f"{_slug(self.network.name)}_{_slug(self.label)}_seed{self.seed}"
+        """``network_row_seedN``, for file names."""
+        return f"{slug(self.network.name)}_{slug(self.label)}_seed{self.seed}"
 
     @property
     def place(self) -> Path:
-        """Its folder, below that of the table."""
-        return Path(_slug(self.network.name), _slug(self.label), f"seed{self.seed}")
+        """Its folder, relative to that of the table."""
+        return Path(slug(self.network.name), slug(self.label), f"seed{self.seed}")
 
     def __str__(self) -> str:
         return f"{self.network.name}, {self.label}, seed {self.seed}"
 
     def arguments(self, out: Path, device: str | None) -> list[str]:
-        """The arguments of ``pwfn`` that do it, or go on with it."""
+        """The arguments of ``pwfn`` that start or resume it."""
         words = ["compress", "--model", self.network.name, "--weights", self.network.weights]
         words += ["--data", self.plan.data, "--out", str(out / self.place), "--method", self.row.method]
         words += ["--seed", str(self.seed), "--batch-size", str(self.plan.batch_size), "--resume", "--json"]
@@ -239,25 +138,23 @@ class Run:
         words += ["--device", device] if device else []
         words += ["--holdout", str(self.plan.holdout)] if self.plan.holdout else []
         for name, value in self.changes.items():
-            # Of the values that settings have, JSON is written as TOML is.
+            # For the values that settings have, JSON is valid TOML.
             words += ["--set", f"{name}={json.dumps(value, ensure_ascii=False)}"]
         return words
 
 
 def load(path: str | Path) -> Plan:
-    """Read a table's description; a mistake in it is named with its place, before anything runs."""
+    """Read the description of a table; an error names the file and the place in it."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a path at all
+        return read(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the table's description: {error}") from None
-    try:
-        return read(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def read(text: str) -> Plan:
-    """A table's description from TOML.
+    """The description of a table from TOML.
 
     >>> plan = read('data = "digits"\\n[[model]]\\nname = "digits_resnet"\\n[[row]]\\nmethod = "lsq"\\n')
     >>> [str(run) for run in plan.runs()]
@@ -271,109 +168,135 @@ def read(text: str) -> Plan:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"the description is not valid TOML: {error}") from None
-    given = {name: tables.pop(name, []) for name in ("model", "row")}
-    plan = _made(Plan, tables, tuple(given))
-    blocks = {name: _blocks(name, value) for name, value in given.items()}
-    networks = [_placed(f"model {i}", Network, block) for i, block in enumerate(blocks["model"], 1)]
-    rows = [_placed(f"row {i}", Row, block) for i, block in enumerate(blocks["row"], 1)]
-    plan = replace(plan, models=tuple(networks), rows=tuple(rows))
+    blocks = {name: tables.pop(name, []) for name in ("model", "row")}
+    plan = _section(Plan, tables, "", tuple(blocks))
+    for name, value in blocks.items():
+        if not isinstance(value, list) or not value or not all(isinstance(block, dict) for block in value):
+            raise ConfigError(f"there is no {name}: add a block that begins with [[{name}]]")
+    plan = replace(
+        plan,
+        networks=tuple(
+            _section(Network, block, f"model {i}: ") for i, block in enumerate(blocks["model"], 1)
+        ),
+        rows=tuple(_section(Row, block, f"row {i}: ") for i, block in enumerate(blocks["row"], 1)),
+    )
     _check(plan)
     return plan
 
 
-def _blocks(name: str, value: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not all(_is_table(item) for item in value):
-        raise ConfigError(f"{name} is {value!r}: allowed are blocks that begin with [[{name}]]")
-    if not value:
-        raise ConfigError(f"there is no {name}: add a block that begins with [[{name}]]")
-    return value
+def slug(text: str) -> str:
+    """Letters, digits and underscores, for file names.
 
-
-_Kind = TypeVar("_Kind", Plan, Network, Row)
-
-
-def _made(kind: type[_Kind], table: Mapping[str, Any], others: tuple[str, ...] = ()) -> _Kind:
-    """A section from its table: only what it declares, and all that it must have."""
-    declared = _declared(kind)
-    names: list[str] = [item.name for item in declared]
-    for key in table:
-        if key not in names:
-            raise ConfigError(f"{key!r} is unknown{hint(key, (*names, *others))}")
-    for item in declared:
-        needed = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if needed and item.name not in table:
-            raise ConfigError(f"{item.name} is missing: say {item.name} = …")
-    return kind(**table)
-
-
-def _placed(where: str, kind: type[_Kind], table: Mapping[str, Any]) -> _Kind:
-    try:
-        return _made(kind, table)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _check(plan: Plan) -> None:
-    """What needs more than one value to be seen."""
-    names = [network.name for network in plan.models]
-    for number, network in enumerate(plan.models, 1):
-        _within(f"model {number}", _check_network, network, names[: number - 1])
-    for number, row in enumerate(plan.rows, 1):
-        _within(f"row {number}", _check_row, plan, row, names)
-    seen: dict[Path, Run] = {}
-    for run in plan.runs():
-        other = seen.setdefault(run.place, run)
-        if other is not run:
-            raise ConfigError(f"{run} is there twice: give one of the two rows a label of its own")
-
-
-def _within(where: str, check: Any, *arguments: Any) -> None:
-    try:
-        check(*arguments)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _check_network(network: Network, earlier: list[str]) -> None:
-    if _slug(network.name) in map(_slug, earlier):
-        raise ConfigError(f"{network.name!r} is there already: name each network once")
-    if network.paper is not None:
-        paper.check_network(network.paper)
-
-
-def _check_row(plan: Plan, row: Row, names: list[str]) -> None:
-    if row.method not in list(MethodName):
-        raise ConfigError(f"method {row.method!r} is unknown{hint(row.method, list(MethodName))}")
-    for name in row.models or ():
-        if name not in names:
-            raise ConfigError(f"models has {name!r}, no network of this table{hint(name, names)}")
-    if row.paper is not None and row.paper != "off":
-        paper.check_method(row.paper)
-    if row.label is not None and not _slug(row.label):
-        raise ConfigError(f"label is {row.label!r}: allowed is text with a letter or digit, to name files by")
-    for run in plan.runs():
-        if run.row is not row:
-            continue
-        for name in run.changes:
-            if "." not in name:
-                place = ": it is a row's own, and stands before [row.settings]" if hasattr(row, name) else ""
-                raise ConfigError(f"setting {name!r} is not of the form section.name{place}")
-        _ = run.config  # checks every setting
-
-
-def _paper_name(config: Config) -> str:
-    is_uninformed = config.method is MethodName.PWFN and config.posterior.init is SigmaInit.CONSTANT
-    return NO_PRIOR if is_uninformed else PAPER_NAMES[config.method]
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _slug(text: str) -> str:
-    """Letters, digits and underscores, for names of files.
-
-    >>> _slug("LSQ+, 4 bit"), _slug("PWFN (no prior)")
+    >>> slug("LSQ+, 4 bit"), slug("PWFN (no prior)")
     ('lsq_plus_4_bit', 'pwfn_no_prior')
     """
     return re.sub(r"[^a-z0-9]+", "_", text.lower().replace("+", " plus ")).strip("_")
+
+
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value is allowed, and what is, in words."""
+
+
+def _whole(low: int) -> Check:
+    return lambda value: type(value) is int and low <= value < 2**63, f"a whole number of at least {low}"
+
+
+def _list_of(each: Check, what: str) -> Check:
+    def allowed(value: Any) -> bool:
+        is_list = isinstance(value, list) and bool(value) and all(map(each[0], value))
+        return is_list and len(set(value)) == len(value)
+
+    return allowed, f"a list of {what}, at least one and none twice"
+
+
+_TEXT: Check = (lambda value: isinstance(value, str) and bool(value.strip()), "text in quotes")
+_CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("data", "name", "weights", "paper", "method", "label", "preset"), _TEXT),
+    "seeds": _list_of(_whole(0), "whole numbers"),
+    "models": _list_of(_TEXT, "names of networks"),
+    "jobs": _whole(1),
+    "batch_size": _whole(1),
+    "samples": _whole(0),
+    "holdout": _whole(0),
+    "settings": (lambda value: isinstance(value, dict), 'a table of settings, as in "options.bits" = 4'),
+}
+_Kind = TypeVar("_Kind", Plan, Network, Row)
+
+
+def _section(kind: type[_Kind], table: Mapping[str, Any], where: str, others: tuple[str, ...] = ()) -> _Kind:
+    """A block of the description, checked key by key."""
+    given: dict[str, dataclasses.Field[Any]] = {
+        item.name: item for item in dataclasses.fields(kind) if item.name in _CHECKS
+    }
+    checked: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in given:
+            raise ConfigError(f"{where}{key!r} is unknown{hint(key, (*given, *others))}")
+        is_allowed, allowed = _CHECKS[key]
+        if not is_allowed(value):
+            raise ConfigError(f"{where}{key} is {value!r}: allowed is {allowed}")
+        checked[key] = tuple(value) if isinstance(value, list) else value
+    if "settings" in checked:
+        checked["settings"] = _flat(checked["settings"])
+    for name, item in given.items():
+        no_default = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if no_default and name not in checked:
+            raise ConfigError(f"{where}{name} is missing: add {name} = …")
+    return kind(**checked)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """By ``section.name``, which may also be written as one table per section."""
+    flat: dict[str, Any] = {}
+    for key, item in settings.items():
+        flat |= (
+            {f"{key}.{name}": own for name, own in item.items()} if isinstance(item, dict) else {key: item}
+        )
+    return flat
+
+
+def _check(plan: Plan) -> None:
+    """What can be checked only with the whole description at hand."""
+    names = [network.name for network in plan.networks]
+    for number, network in enumerate(plan.networks, 1):
+        if slug(network.name) in map(slug, names[: number - 1]):
+            raise ConfigError(f"model {number}: {network.name!r} is there twice: name each network once")
+        if network.paper is not None and network.paper not in paper.networks():
+            near = hint(network.paper, paper.networks())
+            raise ConfigError(
+                f"model {number}: paper is {network.paper!r}, no network of the paper's table{near}"
+            )
+    for number, row in enumerate(plan.rows, 1):
+        try:
+            _check_row(plan, row, names)
+        except ConfigError as error:
+            raise ConfigError(f"row {number}: {error}") from None
+    seen: set[Path] = set()
+    for run in plan.runs():
+        if run.place in seen:
+            raise ConfigError(f"{run} is there twice: give one of the two rows a label of its own")
+        seen.add(run.place)
+
+
+def _check_row(plan: Plan, row: Row, names: list[str]) -> None:
+    find(row.method)
+    for name in row.models or ():
+        if name not in names:
+            raise ConfigError(f"models has {name!r}, no network of this table{hint(name, names)}")
+    if row.label is not None and not slug(row.label):
+        raise ConfigError(f"label is {row.label!r}: allowed is text with a letter or digit")
+    for run in plan.runs():
+        if run.row is row:
+            for name in run.changes:
+                if "." not in name:
+                    advice = ": move it before [row.settings]" if hasattr(row, name) else ""
+                    raise ConfigError(f"setting {name!r} is not of the form section.name{advice}")
+            config = run.config  # checks every setting
+            check_options(METHODS[config.method], config)
+
+
+def _method_name(config: Config) -> str:
+    """As the paper calls it; a method of one's own by its class."""
+    if config.method == "pwfn" and config.posterior.init is SigmaInit.CONSTANT:
+        return "PWFN (no prior)"
+    return PAPER_NAMES.get(config.method, config.method.rpartition(":")[2])

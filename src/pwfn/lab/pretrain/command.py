@@ -1,15 +1,17 @@
-"""One call from names to trained weights in a file."""
+"""``pwfn train``: from names of a network and a data set to trained weights in a file."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pwfn.bayes.distributed import usable_device
 from pwfn.errors import FileError, PwfnError
@@ -17,11 +19,9 @@ from pwfn.evaluate.score import finite
 from pwfn.file.storage import replacing
 from pwfn.lab.pretrain.loop import Epoch, train, untrained
 from pwfn.lab.pretrain.recipe import Recipe, recipe_for
-from pwfn.lab.pretrain.saving import save_weights
 from pwfn.run.console import duration
 from pwfn.zoo import data, models
-from pwfn.zoo.data import Data, DataOptions
-from pwfn.zoo.models import DataConfig
+from pwfn.zoo.data import DataOptions
 
 HEADER = "epoch     loss  learning rate  accuracy  seconds  time left"
 
@@ -29,12 +29,12 @@ HEADER = "epoch     loss  learning rate  accuracy  seconds  time left"
 class InterruptedTrainingError(PwfnError):
     """Training was stopped by Ctrl-C, and nothing was written."""
 
-    exit_status = 130  # as a shell would have it
+    exit_status = 130  # as in a shell
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What is trained, on what and into which file; None leaves a number to the network's recipe."""
+    """What is trained, on what data and into which file; None: as in the network's recipe."""
 
     model: str
     data: str  # a source: npz:PATH, cifar10:DIR, …
@@ -44,22 +44,20 @@ class TrainOptions:
     learning_rate: float | None = None
     seed: int | None = None
     precision: str | None = None
-    device: str | None = None  # CUDA where there is one, unless given
-    limit: int | None = None  # train on so many images only
-    holdout: int = 0  # test on so many training images, held out, instead of the test images
-    force: bool = False  # replace the file if it is there
+    device: str | None = None  # CUDA if there is one, unless given
+    limit: int | None = None  # train on this many images only
+    holdout: int = 0  # hold out this many training images and test on them instead of the test images
+    force: bool = False  # replace an existing file
 
     def recipe(self) -> Recipe:
-        """The network's recipe with the numbers given here in place of its own.
+        """The network's recipe with the numbers given here.
 
         >>> TrainOptions("cifar_resnet18", "digits", Path("w"), epochs=2).recipe().epochs
         2
         """
         names = ("epochs", "batch_size", "learning_rate", "seed", "precision")
-        given = {name: getattr(self, name) for name in names}
-        return replace(
-            recipe_for(self.model), **{name: value for name, value in given.items() if value is not None}
-        )
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(recipe_for(self.model), **given)
 
 
 def run(options: TrainOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -71,23 +69,33 @@ def run(options: TrainOptions, say: Callable[[str], None] = print) -> dict[str, 
         reached = f" after {len(history)} of {history[-1].epochs} epochs" if history else ""
         raise InterruptedTrainingError(
             f"stopped by Ctrl-C{reached}: {options.out} was not written, and training from scratch does not "
-            "go on where it stopped"
+            "resume"
         ) from None
 
 
 def _run(options: TrainOptions, say: Callable[[str], None], history: list[Epoch]) -> dict[str, Any]:
-    recipe = options.recipe()
-    _check_target(options.out, options.force)  # before the work, not after it
+    recipe, name, out = options.recipe(), options.model, options.out
+    _check_target(out, options.force)  # before the work, not after it
     device = usable_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with torch.device("meta"):  # only its data settings are asked for
-        preparation = models.data_config(options.model, models.create(options.model))
-    source = _data(options, recipe, preparation, device)
-    if source.classes is None:  # a function of the user's made it: the network's usual number
-        model = untrained(options.model, recipe)
-    else:
+    with torch.device("meta"):  # only its data settings are needed
+        images = models.data_config(name, models.create(name))
+    how = DataOptions.prepared(
+        images,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        device=device,
+        limit=options.limit,
+        holdout=options.holdout,
+    )
+    source = data.open_source(options.data, how)
+    if source.classes is not None:  # a user's function does not say: the network's usual number
         source.check_labels(source.classes)
-        model = untrained(options.model, recipe, classes=source.classes)
-    say(_beginning(options, recipe, source, device))
+    model = untrained(name, recipe, **({"classes": source.classes} if source.classes is not None else {}))
+    size = "" if source.train_size is None else f", {source.train_size:,} images"
+    say(
+        f"{name} on {source.name}{size}: {recipe.epochs:,} epochs, batches of {recipe.batch_size:,}, "
+        f"{recipe.precision} on {device}"
+    )
     say(HEADER)
 
     def on_epoch(done: Epoch) -> None:
@@ -96,21 +104,34 @@ def _run(options: TrainOptions, say: Callable[[str], None], history: list[Epoch]
 
     started = time.perf_counter()
     train(model, source.train, source.test, recipe, device=device, on_epoch=on_epoch)
-    seconds = time.perf_counter() - started
-    metadata = {
-        "model": options.model,
+    seconds, last = time.perf_counter() - started, history[-1]
+    top1 = finite(last.top1)
+    notes = {"model": name, "classes": source.classes, **images.metadata(), "top1": top1}
+    save_weights(model, out, {**notes, "recipe": json.dumps(recipe.to_dict()), "seed": recipe.seed})
+    bytes_written = out.stat().st_size
+    examples = last.scores.examples if last.scores else 0
+    right = "" if top1 is None else f"{top1:.2f}% of {examples:,} test images right "
+    return {
+        "model": name,
+        "data": source.fingerprint,
         "classes": source.classes,
-        **preparation.metadata(),
-        "top1": finite(history[-1].top1),
-        "recipe": recipe,
-        "seed": recipe.seed,
+        "top1": top1,
+        "loss": finite(last.scores.loss) if last.scores else None,
+        "examples": examples,
+        "train_loss": finite(last.loss),
+        "epochs": recipe.epochs,
+        "seconds": round(seconds, 2),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "file": str(out),
+        "bytes": bytes_written,
+        "recipe": recipe.to_dict(),
+        "sentence": f"{out}: {bytes_written:,} bytes; {right}after {duration(seconds)}; "
+        f"compress it with --model {name} --weights {out}",
     }
-    save_weights(model, options.out, metadata)
-    return _facts(options, recipe, source, device, history[-1], seconds)
 
 
 def epoch_line(done: Epoch, seconds: float) -> str:
-    """An epoch in one line under :data:`HEADER`; ``seconds`` is what all epochs so far took.
+    """An epoch as one line below :data:`HEADER`; ``seconds`` is the time of all epochs so far.
 
     >>> epoch_line(Epoch(5, 100, 1.25, 0.2, None, 3.0), 15.0)
     '    5   1.2500            0.2         -      3.0      5 min'
@@ -123,63 +144,26 @@ def epoch_line(done: Epoch, seconds: float) -> str:
     )
 
 
+def save_weights(model: nn.Module, path: str | Path, metadata: Mapping[str, Any]) -> None:
+    """Write the weights as safetensors, whole or not at all; metadata become text, None is left out."""
+    from safetensors.torch import save
+
+    state = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
+    content = save(state, {key: str(value) for key, value in metadata.items() if value is not None})
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
 class _EnoughError(Exception):
     """Ends the trial below without a file."""
 
 
 def _check_target(path: Path, force: bool) -> None:
-    """Begin to write the file as it will be written, and leave off: what fails then, fails now."""
+    """Begin to write the file, and stop: what would fail at the end fails now."""
     if path.is_file() and not force:
-        raise FileError(f"{path}: is there already: name another file, or replace it with --force")
+        raise FileError(f"{path}: exists already: name another file, or replace it with --force")
     with suppress(_EnoughError), replacing(path):
         raise _EnoughError
-
-
-def _data(options: TrainOptions, recipe: Recipe, preparation: DataConfig, device: torch.device) -> Data:
-    return data.open_source(
-        options.data,
-        DataOptions.prepared(
-            preparation,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            device=device,
-            limit=options.limit,
-            holdout=options.holdout,
-        ),
-    )
-
-
-def _beginning(options: TrainOptions, recipe: Recipe, source: Data, device: torch.device) -> str:
-    images = "" if source.train_size is None else f", {source.train_size:,} images"
-    epochs = "1 epoch" if recipe.epochs == 1 else f"{recipe.epochs:,} epochs"
-    return (
-        f"{options.model} on {source.name}{images}: {epochs} in batches of {recipe.batch_size:,}, "
-        f"{recipe.precision} on {device}"
-    )
-
-
-def _facts(
-    options: TrainOptions, recipe: Recipe, source: Data, device: torch.device, last: Epoch, seconds: float
-) -> dict[str, Any]:
-    size = options.out.stat().st_size
-    examples = last.scores.examples if last.scores else 0
-    right = "" if last.top1 is None else f"{last.top1:.2f}% of {examples:,} test images right "
-    return {
-        "model": options.model,
-        "data": source.fingerprint,
-        "classes": source.classes,
-        "top1": finite(last.top1),
-        "loss": finite(last.scores.loss) if last.scores else None,
-        "examples": examples,
-        "train_loss": finite(last.loss),
-        "epochs": recipe.epochs,
-        "seconds": round(seconds, 2),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "file": str(options.out),
-        "bytes": size,
-        "recipe": recipe.to_dict(),
-        "sentence": (
-            f"{options.out}: {size:,} bytes; {right}after {duration(seconds)}; "
-            f"compress it with --model {options.model} --weights {options.out}"
-        ),
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
@@ -13,21 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 
-from pwfn.bayes.batches import Batch, Source
-from pwfn.bayes.objective import Objective
+from pwfn.bayes.batches import Batch, Source, is_out_of_memory
+from pwfn.bayes.objective import Objective, autocast
 from pwfn.bayes.randomness import seeded
-from pwfn.bayes.train import Average
-from pwfn.config import Precision, TrainingConfig
+from pwfn.config import OptimizerName, Precision, TrainingConfig
 from pwfn.errors import DataError, DivergedError
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
-from pwfn.lab.pretrain.augmentation import cutout, mixed
-from pwfn.lab.pretrain.recipe import Optimizer, Recipe, rise_and_fall
+from pwfn.lab.pretrain.augment import cutout, mixed
+from pwfn.lab.pretrain.recipe import Recipe
 from pwfn.zoo import models
 
 
 def untrained(name: str, recipe: Recipe, **options: Any) -> nn.Module:
-    """A network whose first weights come from the recipe's seed; ``options`` as for `models.create`."""
+    """A network with initial weights from the recipe's seed; ``options`` as for ``models.create``."""
     with seeded(recipe.seed, torch.device("cpu")):
         return models.create(name, **options)
 
@@ -38,9 +39,9 @@ class Epoch:
 
     number: int  # from 1
     epochs: int
-    loss: float  # mean over the steps, of the augmented images
+    loss: float  # mean over the steps, on augmented images
     learning_rate: float  # of the last step
-    scores: Scores | None  # on the test data; None without any
+    scores: Scores | None  # on the test data, if there is any
     seconds: float
 
     @property
@@ -58,34 +59,38 @@ def train(
     device: torch.device | str | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
 ) -> list[Epoch]:
-    """Train a network in place, and return what each epoch gave; the last scores are its own.
+    """Train a network in place, and return the figures of each epoch.
 
-    ``train`` and ``test`` are iterables of ``(images, labels)``, the former with a length, shuffled
-    and augmented; without a ``device`` the model's is used. With ``recipe.average`` the network
-    gets the averaged weights in the end, and all scores are theirs; the last is in float32. The
-    recipe's seed fixes all that is drawn here; the first weights (see `untrained`) and a loader that
-    has a seed of its own are the caller's.
+    ``train`` and ``test`` give batches ``(images, labels)``; ``train`` has a length, shuffles and augments.
+    With ``recipe.average`` the network ends with the moving average, and all scores are those of the
+    average. The last scores are in float32. The recipe's seed fixes everything drawn here.
     """
     place = torch.device(device) if device is not None else next(model.parameters()).device
     if not isinstance(train, Sized):
         raise DataError("the training loader has no length: pass one whose len() is its number of batches")
-    model.to(place)
-    _arrange(model, torch.channels_last)
-    source = Source("the training loader", train, place)
+    source = Source("the training loader", train, place, channels_last=True)
     tests = Source("the test loader", test, place) if test is not None else None
+    _arrange(model.to(place), torch.channels_last)
     history: list[Epoch] = []
     try:
         with seeded(recipe.seed, place):
-            run = _Run(model, recipe, source.steps_per_epoch(TrainingConfig()) * recipe.epochs)
+            steps = source.steps_per_epoch(TrainingConfig()) * recipe.epochs
+            optimizer = optimizer_for(model, recipe)
+            scheduler = LambdaLR(optimizer, lambda step: rise_and_fall((step + 0.5) / steps, recipe.warmup))
+            averaged = moving_average(model, recipe.average) if recipe.average else None
+            shown = averaged.module if averaged is not None else model
             for number in range(1, recipe.epochs + 1):
                 started = time.perf_counter()
-                loss = run.epoch(source, number)
+                loss, rate = _epoch(model, source, recipe, number, optimizer, scheduler, averaged)
                 last = number == recipe.epochs
-                if last and run.shown is not model:
-                    model.load_state_dict(run.shown.state_dict())
-                scores = run.scores(tests, Precision.FP32 if last else recipe.precision) if tests else None
+                if last and shown is not model:
+                    model.load_state_dict(shown.state_dict())
+                scores = None
+                if tests is not None:
+                    precision = Precision.FP32 if last else recipe.precision
+                    scores = mean_scores(shown, tests, Objective(F.cross_entropy), accuracy, precision)
                 seconds = time.perf_counter() - started
-                history.append(Epoch(number, recipe.epochs, loss, run.rate, scores, seconds))
+                history.append(Epoch(number, recipe.epochs, loss, rate, scores, seconds))
                 if on_epoch is not None:
                     on_epoch(history[-1])
     finally:
@@ -94,86 +99,76 @@ def train(
     return history
 
 
-def _arrange(model: nn.Module, form: torch.memory_format) -> None:
-    model.to(memory_format=form)  # type: ignore[call-overload]  # it is in torch's documentation
-
-
-class _Run:
-    """The state of a training: optimiser, moving average, and how many steps are done."""
-
-    def __init__(self, model: nn.Module, recipe: Recipe, steps: int) -> None:
-        self.model, self.recipe, self.steps = model, recipe, steps
-        self.done = 0
-        self.rate = 0.0
-        self.objective = Objective(partial(F.cross_entropy, label_smoothing=recipe.label_smoothing))
-        self.optimizer = _optimizer(model, recipe)
-        self.shown = copy.deepcopy(model) if recipe.average else model
-        kept = _tensors(self.shown, smooth=True)
-        self._average = (
-            Average(_tensors(model, smooth=True), recipe.average, kept) if recipe.average else None
-        )
-        self._counts = _tensors(self.shown, smooth=False)
-
-    def epoch(self, source: Source, number: int) -> float:
-        """One pass; the device is waited for once, at its end."""
-        where = f"epoch {number} of {self.recipe.epochs}"
-        self.model.train()
-        total = torch.zeros((), device=source.device)
-        first_bad = torch.full((), -1, device=source.device, dtype=torch.int64)
-        step = -1
-        for step, batch in enumerate(source.batches(number - 1)):
-            loss = self._step(batch, f"{where}, step {step + 1}")
-            total += loss
-            first_bad = torch.where((first_bad < 0) & ~torch.isfinite(loss), step, first_bad)
-        if step < 0:
-            raise DataError(f"{source.name} gave nothing in {where}: pass one that can be iterated again")
-        if int(first_bad) >= 0:
-            raise DivergedError(
-                f"{where}: the loss is no longer finite at step {int(first_bad) + 1} of {step + 1}: "
-                "lower the recipe's learning_rate, or look for NaN in the data"
-            )
-        for old, new in zip(self._counts, _tensors(self.model, smooth=False), strict=True):
-            old.copy_(new)
-        return float(total) / (step + 1)
-
-    def scores(self, tests: Source, precision: Precision) -> Scores:
-        """Loss, without label smoothing, and accuracy of the network as it would be returned."""
-        return mean_scores(self.shown, tests, Objective(F.cross_entropy), accuracy, precision)
-
-    def _step(self, batch: Batch, where: str) -> Tensor:
-        if len(batch.args) != 1 or not isinstance(batch.args[0], Tensor) or batch.args[0].dim() != 4:
-            raise DataError(f"{where}: allowed is a batch of (images, labels), the images N×C×H×W")
-        recipe = self.recipe
-        images = cutout(batch.args[0], recipe.cutout)
-        images, partner, share = mixed(images, recipe)
-        images = images.to(memory_format=torch.channels_last)
-        self.rate = recipe.learning_rate * rise_and_fall((self.done + 0.5) / self.steps, recipe.warmup)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=recipe.precision is Precision.BF16):
-            first = Batch((images,), {}, batch.target)
-            output = first.through(self.model, where)
-            loss = self.objective.of_output(output, first, where)
-            if partner is not None:
-                other = Batch((images,), {}, batch.target[partner])
-                loss = share * loss + (1 - share) * self.objective.of_output(output, other, where)
+def _epoch(
+    model: nn.Module,
+    source: Source,
+    recipe: Recipe,
+    number: int,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    averaged: AveragedModel | None,
+) -> tuple[float, float]:
+    """One pass: the mean loss and the last learning rate. It waits for the device once, at its end."""
+    where = f"epoch {number} of {recipe.epochs}"
+    model.train()
+    losses, rate = [], 0.0
+    for step, batch in enumerate(source.batches(number - 1), 1):
+        optimizer.zero_grad(set_to_none=True)
+        loss = _loss(model, batch, recipe, f"{where}, step {step}")
         try:
             loss.backward()
-            if recipe.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
-            self.optimizer.step()
-        except torch.OutOfMemoryError as error:
-            raise DataError(
-                f"{where}: out of memory with {len(images):,} images: use smaller batches"
-            ) from error
-        self.done += 1
-        if self._average is not None:
-            self._average.add(self.done)
-        return loss.detach()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise batch.too_large(f"{where}, step {step}") from error
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+        optimizer.step()
+        rate = float(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+        if averaged is not None:
+            averaged.update_parameters(model)
+        losses.append(loss.detach())
+    if not losses:
+        raise DataError(f"{source.name} gave nothing in {where}: pass one that can be iterated again")
+    found = torch.stack(losses)
+    bad = (~torch.isfinite(found)).nonzero()
+    if len(bad):
+        raise DivergedError(
+            f"{where}: the loss is no longer finite at step {int(bad[0]) + 1} of {len(losses)}: lower the "
+            "learning rate, or look for NaN in the data"
+        )
+    return float(found.mean()), rate
 
 
-def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def _loss(model: nn.Module, batch: Batch, recipe: Recipe, where: str) -> Tensor:
+    """Cross entropy of the augmented batch; of a mixed one, the mean of both labels' by their shares."""
+    if len(batch.args) != 1 or not isinstance(batch.args[0], Tensor) or batch.args[0].dim() != 4:
+        raise DataError(f"{where}: allowed is a batch of (images, labels), the images N×C×H×W")
+    objective = Objective(partial(F.cross_entropy, label_smoothing=recipe.label_smoothing))
+    images, order, share = mixed(cutout(batch.args[0], recipe.cutout), recipe)
+    with autocast(images.device, recipe.precision):
+        output = Batch((images,), {}, None).through(model, where)
+        loss = objective.of_output(output, batch, where)
+        if order is not None:
+            other = Batch(batch.args, {}, batch.target[order])
+            loss = share * loss + (1 - share) * objective.of_output(output, other, where)
+    return loss
+
+
+def rise_and_fall(progress: float, warmup: float) -> float:
+    """Share of the peak learning rate after a share of the steps: linear up, half a cosine down to 0.
+
+    >>> [round(rise_and_fall(t, 0.2), 6) for t in (0.1, 0.2, 0.6, 1.0)]
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    if progress < warmup:
+        return progress / warmup
+    return (1 + math.cos(math.pi * min((progress - warmup) / (1 - warmup), 1.0))) / 2
+
+
+def optimizer_for(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Weight decay on the weights of convolution and linear layers only."""
     layers = [m for m in model.modules() if isinstance(m, (_ConvNd, nn.Linear))]
     decayed = {id(layer.weight) for layer in layers}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -181,15 +176,28 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         {"params": [p for p in trained if id(p) in decayed], "weight_decay": recipe.weight_decay},
         {"params": [p for p in trained if id(p) not in decayed], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     rate, fused = recipe.learning_rate, all(p.is_cuda for p in trained)
-    if recipe.optimizer is Optimizer.ADAMW:
+    if recipe.optimizer is OptimizerName.ADAMW:
         return torch.optim.AdamW(groups, rate, betas=(recipe.momentum, 0.999), fused=fused)
     nesterov = recipe.momentum > 0
     return torch.optim.SGD(groups, rate, momentum=recipe.momentum, nesterov=nesterov, fused=fused)
 
 
-def _tensors(model: nn.Module, *, smooth: bool) -> list[Tensor]:
-    """Parameters and buffers, each once: those with a mean, or the others, which count something."""
-    every = (*model.parameters(), *model.buffers())
-    return [tensor.detach() for tensor in every if tensor.is_floating_point() == smooth]
+def moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """``average = d * average + (1 - d) * now`` of parameters and buffers, ``d = min(decay, (n+1)/(n+10))``.
+
+    n is the number of earlier steps; the first one is copied. Whole numbers (BatchNorm's counter) are copied.
+    """
+
+    def update(averages: Any, now: Any, count: Tensor | int) -> None:
+        own = min(decay, (int(count) + 1) / (int(count) + 10))
+        if averages[0].is_floating_point():
+            torch._foreach_lerp_(averages, now, 1 - own)
+        else:
+            torch._foreach_copy_(averages, now)
+
+    return AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+
+
+def _arrange(model: nn.Module, form: torch.memory_format) -> None:
+    model.to(memory_format=form)  # type: ignore[call-overload]  # it is in torch's documentation

@@ -1,1 +1,0 @@
-"""The paper's ImageNet networks, and the table of how long they take."""
