@@ -97,6 +97,7 @@ def prepare(folder: Path, resume: bool = False) -> None:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
     if used and not resume:
         raise FileError(f"{folder}: already holds a run: resume it with --resume, or use another folder")
+    make_folder(folder)  # first, so that an error names it
     make_folder(folder / "checkpoints")
 
 
