@@ -109,9 +109,8 @@ class Archive:
             f"Uses settings that no longer exist ({info['uses']}). Commit {self.retirement['commit']} has the"
             " plan and can repeat it.",
             "",
-            *markdown(HEADS, [cells(line) for line in lines], 2),
+            *markdown(HEADS, [cells(line) for line in lines], (0, 1)),
             "",
-            legend(first["holdout"], first["samples"]),
-            "",
+            *([] if name in self.paths else [legend(first["holdout"], first["samples"]), ""]),
             f"Measured on: {'; '.join(machines(found))}. Made at commits: {', '.join(commits(found))}.",
         ]

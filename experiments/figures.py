@@ -29,6 +29,9 @@ FRONTIER, SIGMAS = "frontier", ("alpha_resnet20", "collapse_resnet20")
 PANELS = {"cifar_resnet18": "resnet18", "cifar_resnet20": "resnet20", "cifar_vit_tiny": "vit_tiny"}
 """The networks that several methods were tried on, and the target of each."""
 
+UNFINISHED = "collapse_resnet20"
+"""Its runs stop before they have trained what they fixed: their accuracies mean nothing."""
+
 DEPTH = 2.5  # points below the start, where a panel ends
 QUANTISERS = "LSQ, LSQ+, APoT, Q-ViT"
 TARGETS, ELSEWHERE, QUICK = "PWFN, targets", "PWFN, other tables", "PWFN, quick"
@@ -36,7 +39,8 @@ KINDS = {TARGETS: "*", ELSEWHERE: "o", QUICK: "P", "WFN": "^", "k-means": "D", Q
 """The marker of each kind, in the order of the legend."""
 
 BINS = 8  # of sigma per octave
-STYLE: Any = {"font.size": 8.5, "axes.grid": True, "grid.alpha": 0.2, "axes.spines.right": False}
+STYLE: Any = {"font.size": 8.5, "axes.grid": True, "grid.alpha": 0.2, "legend.frameon": False}
+STYLE |= {"axes.spines.right": False, "axes.spines.top": False}
 COLOURS = ("#0072b2", "#c65300", "#00855f", "#a8518a", "#8a6a00", "#3a8fc4")  # after Okabe and Ito
 
 
@@ -54,12 +58,12 @@ class Point:
 
 
 def points(archive: Archive) -> list[Point]:
-    """Every line of every table of test images, except the networks before compression."""
+    """Every line of every table of test images, except networks before compression and unfinished ones."""
     rows = {target.name for target in targets.read(archive.experiments / "targets.toml")}
     found = []
     for folder in sorted(path for path in (archive.experiments / "results").iterdir() if path.is_dir()):
         for label, facts in archive.rows(folder.name).items():
-            if facts[0]["holdout"]:
+            if facts[0]["holdout"] or folder.name == UNFINISHED:
                 break
             line = Line.of(label, facts[0]["method"], facts)
             bits, top1, start = (line.figures[name] for name in ("entropy_bits", "top1", "top1_start"))
@@ -86,7 +90,7 @@ def frontier(archive: Archive) -> Figure:
     for panel in sheet.axes:
         handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     order = [kind for kind in KINDS if kind in handles]
-    sheet.legend([handles[kind] for kind in order], order, loc="outside lower center", ncols=3, frameon=False)
+    sheet.legend([handles[kind] for kind in order], order, loc="outside lower center", ncols=3)
     return sheet
 
 
@@ -99,7 +103,8 @@ def _panel(panel: Axes, own: list[Point], target: targets.Target, start: float) 
         of_kind = [(point.bits, point.top1, point.spread) for point in own if point.kind == kind]
         if of_kind:
             x, y, spread = zip(*of_kind, strict=True)
-            panel.errorbar(x, y, spread, fmt=marker, markersize=5, elinewidth=0.8, color=colour, label=kind)
+            size = 9 if marker == "*" else 5
+            panel.errorbar(x, y, spread, fmt=marker, ms=size, mew=0, elinewidth=0.8, color=colour, label=kind)
     panel.set_xscale("log", base=2)
     panel.set_xlim(0.8, 20)
     panel.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
@@ -138,7 +143,7 @@ def keep_sigmas(archive: Archive, name: str, tables: Path) -> None:
             "posterior": {key: settings["posterior"][key] for key in ("alpha", "cap")},
             "training": {key: settings["training"][key] for key in ("learning_rate", "sigma_learning_rate")},
         }
-        seen = [json.loads(text) for text in (folder / "observed.jsonl").read_text("utf-8").splitlines()]
+        seen = [json.loads(text) for text in (folder / "trace.jsonl").read_text("utf-8").splitlines()]
         names = ("moment", "round", "fraction", "sigma")
         before = [own for own in seen if own["moment"] != "after" and "sigma" in own]
         traces = [{key: own[key] for key in names} for own in before]
@@ -191,11 +196,9 @@ def sigma_figure(archive: Archive, name: str) -> Figure:
         panel.set_xlim(lowest - 0.2, 0)
         panel.set_xticks([-16, -12, -8, -4], ["2⁻¹⁶", "2⁻¹²", "2⁻⁸", "2⁻⁴"])
         panel.set_ylim(bottom=0)
-    sheet.supxlabel("sigma", fontsize=8.5)
-    sheet.supylabel("free weights, % per bin", fontsize=8.5)
-    sheet.legend(
-        *sheet.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
-    )
+        panel.set_xlabel("sigma")
+        panel.set_ylabel("free weights, % per bin")
+    sheet.legend(*sheet.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return sheet
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from chromium import Browser, find_browser
 
 from pwfn import Config
+from pwfn.lab.uncertainty.file import assess_file
 from pwfn.report import write
 from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
 from pwfn.run import demo
 from pwfn.run.options import RunOptions, TrustOptions
-from pwfn.run.scores import assess_file
 
 PRESETS = ("recommended", "paper")
 WIDTHS = (390, 1440)

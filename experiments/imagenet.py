@@ -95,7 +95,7 @@ def expected(folder: Path) -> list[str]:
                 *(["–"] * 3 if wfn is None else map(str, (wfn.top1, wfn.entropy_bits, wfn.unique))),
             ]
         )
-    return markdown(PAPER_HEADS, rows, 3)
+    return markdown(PAPER_HEADS, rows, (0, 1, 2))
 
 
 def differing() -> list[str]:
@@ -108,4 +108,4 @@ def differing() -> list[str]:
         for name, value in values.items()
         if theirs[section][name] != value
     ]
-    return markdown(["setting", "`paper`", "`recommended`"], rows, 3)
+    return markdown(["setting", "`paper`", "`recommended`"], rows, (0, 1, 2))

@@ -164,7 +164,7 @@ def table(archive: Archive, *, first_page: bool = False) -> list[str]:
         rows.append(row(target, found, missing))
         if target.name not in archive.paths:
             rows[-1][0] += " †"
-    notes = legend(0, 20)
+    notes = legend(0, 20, more=False)
     if any(cells[0].endswith("†") for cells in rows):
         commit = archive.retirement["commit"]
         notes += f" †: uses settings that no longer exist; commit {commit} has the plan and can repeat it."
@@ -173,7 +173,7 @@ def table(archive: Archive, *, first_page: bool = False) -> list[str]:
     if everything:
         on, made = "; ".join(machines(everything)), ", ".join(commits(everything))
         notes += f"\n\nMeasured on: {on}. Commits: {made}."
-    return [*markdown(HEADS, rows), "", notes]
+    return [*markdown(HEADS, rows, (0, 8, 9)), "", notes]
 
 
 def _up(value: float, digits: int) -> str:

@@ -23,9 +23,9 @@ import torch
 from uncertainty_table import AS_IT_IS, table
 
 from pwfn import Compressed, Config, load
-from pwfn.evaluate.assess import Assessment, Rival, assess
-from pwfn.evaluate.ood import open_ood
-from pwfn.evaluate.recalibration import Recalibration, why_not
+from pwfn.lab.uncertainty.assess import Assessment, Rival, assess
+from pwfn.lab.uncertainty.ood import open_ood
+from pwfn.lab.uncertainty.recalibration import Recalibration, why_not
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, settings
 from pwfn.run.resolve import network_of, preparation_of

@@ -26,6 +26,7 @@ from pwfn import Config, FileError, PwfnError, load
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.inspect import inspect
 from pwfn.lab.costs import cost_sheet
+from pwfn.lab.uncertainty.file import assess_file
 from pwfn.report import write
 from pwfn.report.figures import style
 from pwfn.report.figures.accuracy import calibration_error
@@ -34,7 +35,6 @@ from pwfn.report.reading import RunData, read_run
 from pwfn.report.repeat import Settings, compress_command, load_code
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, settings
-from pwfn.run.scores import assess_file
 from pwfn.zoo import models
 
 SHORT = {

@@ -220,15 +220,14 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Score the network in a .pwfn file on test data, and measure how reliable its predictions are."""
+    from pwfn.lab.uncertainty.file import evaluated
     from pwfn.run import options
-    from pwfn.run import scores as filescores
 
-    _find_methods()
     how = options.RunOptions(
         *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
     )
     asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, recalibrate)
-    facts, lines = filescores.evaluated(file, how, asked)
+    facts, lines = evaluated(file, how, asked)
     typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
 
 

@@ -85,17 +85,10 @@ class Content:
         if self.indices.shape != (layout.size,):
             raise FileError(f"there are {self.indices.numel():,} indices for {layout.size:,} weights")
         for entry, division in zip(layout.entries, self.divisions, strict=True):
-            indices = self.indices[entry.span]
-            sizes = [books[book].numel() for book in division.codebooks]
-            beyond = int(indices.min()) < 0 or int(indices.max()) >= min(sizes)
-            if beyond and len(set(sizes)) > 1:  # is it beyond the codebook of its own part?
-                cut = parts(entry, indices, division.axis, len(sizes))
-                beyond = any(
-                    int(part.min()) < 0 or int(part.max()) >= size
-                    for part, size in zip(cut, sizes, strict=True)
-                )
-            if beyond:
-                raise FileError(f"tensor {entry.name!r}: an index is beyond its codebook")
+            cut = parts(entry, self.indices[entry.span], division.axis, len(division.codebooks))
+            for part, book in zip(cut, division.codebooks, strict=True):
+                if int(part.min()) < 0 or int(part.max()) >= books[book].numel():
+                    raise FileError(f"tensor {entry.name!r}: an index is beyond its codebook")
         for sigma in (self.weight_sigma, *(self.centre_sigma or ())):
             if sigma is not None:
                 if sigma.dtype != layout.dtype:

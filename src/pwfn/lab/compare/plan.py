@@ -291,7 +291,8 @@ def _check_row(plan: Plan, row: Row, names: list[str]) -> None:
                 if "." not in name:
                     advice = ": move it before [row.settings]" if hasattr(row, name) else ""
                     raise ConfigError(f"setting {name!r} is not of the form section.name{advice}")
-            check_options(METHODS[row.method], run.config)
+            config = run.config  # checks every setting
+            check_options(METHODS[config.method], config)
 
 
 def _method_name(config: Config) -> str:

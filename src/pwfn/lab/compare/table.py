@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -160,11 +160,11 @@ def lines(table: Table) -> list[str]:
     for part in table.parts:
         held = f", {table.holdout:,} training images held out" if table.holdout else ""
         text += [f"### {part.model}, {table.data}{held}", ""]
-        text += [*markdown(HEADS, [cells(line) for line in part.lines], 2), ""]
+        text += [*markdown(HEADS, [cells(line) for line in part.lines], (0, 1)), ""]
         printed = [paper_cells(line.label, line.paper) for line in part.lines if line.paper is not None]
         if printed:
             text += [f"In the paper ({paper.data()}, {part.paper}; not measured here):", ""]
-            text += [*markdown(PAPER_HEADS, printed, 3), ""]
+            text += [*markdown(PAPER_HEADS, printed, (0, 1, 2)), ""]
     text.append(legend(table.holdout, table.samples))
     if any(line.paper for part in table.parts for line in part.lines):
         text += ["", f"Source of the paper's figures: {paper.source()}."]
@@ -177,15 +177,18 @@ def lines(table: Table) -> list[str]:
     return text
 
 
-def legend(holdout: int, samples: int) -> str:
-    """What the columns mean."""
+def legend(holdout: int, samples: int, *, more: bool = True) -> str:
+    """What the columns mean; without ``more``, only those of accuracy, size and bits."""
     on = "held-out images" if holdout else "test images"
     draws = f" In brackets: the mean prediction of {samples} draws." if samples else ""
+    others = (
+        " Inner bits: without the first and last layer and without biases. Own codebooks: for every layer, "
+        "input channel (out: output channel) and attention head."
+    )
     return (
         f"Top-1 in percent of the {on}, and bytes, of the `.pwfn` file, loaded again.{draws} Bits: entropy "
-        "per weight of all weights and biases of convolution and linear layers in one pool; inner bits: "
-        "without the first and last layer and without biases. Own codebooks: for every layer, input channel "
-        "(out: output channel) and attention head. ± is the standard deviation over seeds (n - 1)."
+        "per weight of all weights and biases of convolution and linear layers in one pool."
+        f"{others if more else ''} ± is the standard deviation over seeds (n - 1)."
     )
 
 
@@ -240,8 +243,8 @@ def paper_cells(label: str, own: PaperLine) -> list[str]:
     ]
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
-    """A Markdown table that reads well as plain text; the first columns are text, the others numbers.
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: Collection[int] = (0,)) -> list[str]:
+    """A Markdown table that reads well as plain text; the columns ``texts`` are text, the others numbers.
 
     >>> markdown(["a", "bits"], [["x", "2"]])
     ['| a | bits |', '| - | ---: |', '| x |    2 |']
@@ -250,12 +253,12 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
     padded = [
         [
-            cell.ljust(width) if i < texts else cell.rjust(width)
+            cell.ljust(width) if i in texts else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         for row in plain
     ]
-    rule = ["-" * width if i < texts else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    rule = ["-" * width if i in texts else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return [f"| {' | '.join(row)} |" for row in (padded[0], rule, *padded[1:])]
 
 
