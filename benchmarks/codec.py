@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pwfn import Compressed, Layout
-from pwfn.file import coder as codec
+from pwfn.file import coder
 from pwfn.file.format import Reader, load, save
 
 SETTINGS = ((1.8, 22), (2.5, 155), (3.4, 325))
@@ -144,27 +144,27 @@ class Bench:
         print(json.dumps(facts), flush=True)
         self.sound &= all(more.get(bound, True) for bound in BOUNDS)
 
-    def encode(self) -> tuple[list[codec.Table], list[bytes]]:
+    def encode(self) -> tuple[list[coder.Table], list[bytes]]:
         """Count, choose tables, code: from indices to streams."""
-        shared, own = codec.choose_tables([codec.counts_of(array) for array in self.arrays])
+        shared, own = coder.choose_tables([coder.counts_of(array) for array in self.arrays])
         tables = [table or shared for table in own]
         used = [table for table in tables if table is not None]
-        return used, [codec.encode(a, t) for a, t in zip(self.arrays, used, strict=True)]
+        return used, [coder.encode(a, t) for a, t in zip(self.arrays, used, strict=True)]
 
     def indices(self) -> None:
         """Encoding and decoding of indices."""
         size, dtype = self.layout.size, self.arrays[0].dtype
         encode_s, (tables, streams) = median_s(self.encode, self.repeats)
 
-        def decode() -> list[codec.Integers]:
+        def decode() -> list[coder.Integers]:
             triples = zip(streams, tables, self.arrays, strict=True)
-            return [codec.decode(stream, table, array.size, dtype) for stream, table, array in triples]
+            return [coder.decode(stream, table, array.size, dtype) for stream, table, array in triples]
 
         decode_s, found = median_s(decode, self.repeats)
         for array, back in zip(self.arrays, found, strict=True):
             assert np.array_equal(array, back)
         ours_bytes = sum(map(len, streams))
-        each = sum(entropy_bits(codec.counts_of(array)) for array in self.arrays) / 8
+        each = sum(entropy_bits(coder.counts_of(array)) for array in self.arrays) / 8
         above = ours_bytes / each - 1
         own = {
             "ours_bytes": ours_bytes,
@@ -176,13 +176,13 @@ class Bench:
 
         whole = self.compressed.indices.numpy()
         plain = whole.astype(np.int32)
-        counts = codec.counts_of(whole)
+        counts = coder.counts_of(whole)
         model = constriction.stream.model.Categorical(counts / counts.sum(), perfect=False)
 
         def rival_encode() -> NDArray[np.uint32]:
-            coder = constriction.stream.stack.AnsCoder()
-            coder.encode_reverse(plain, model)
-            words: NDArray[np.uint32] = coder.get_compressed()
+            ans = constriction.stream.stack.AnsCoder()
+            ans.encode_reverse(plain, model)
+            words: NDArray[np.uint32] = ans.get_compressed()
             return words
 
         rival_s, words = median_s(rival_encode, self.repeats)
@@ -196,7 +196,7 @@ class Bench:
         self.line("decode", decode_s, "raw constriction, one stream of int32", rival_s, **more, **target)
         self.zstd(whole, encode_s, decode_s, own)
 
-    def zstd(self, whole: codec.Integers, encode_s: float, decode_s: float, own: dict[str, Any]) -> None:
+    def zstd(self, whole: coder.Integers, encode_s: float, decode_s: float, own: dict[str, Any]) -> None:
         """A slice from the middle, scaled up to all weights."""
         start = max(0, (len(whole) - ZSTD_SLICE) // 2)
         raw = whole[start : start + ZSTD_SLICE].tobytes()
@@ -218,7 +218,7 @@ class Bench:
         rival_save_s, _ = median_s(lambda: save_file(dense, rival), self.repeats)
         rival_load_s, _ = median_s(lambda: load_file(rival), self.repeats)
         sizes = Reader(ours).sizes
-        pooled = entropy_bits(codec.counts_of(self.compressed.indices.numpy())) / 8
+        pooled = entropy_bits(coder.counts_of(self.compressed.indices.numpy())) / 8
         ideal = pooled + sizes.untouched
         more = {
             "ours_bytes": file_bytes,

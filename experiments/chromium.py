@@ -1,11 +1,11 @@
-"""A Chromium without a window, driven over a pipe: for pictures of pages, and for tests of them.
+"""A headless Chromium, driven over a pipe: for pictures of pages and for tests of them.
 
 with Browser() as browser:
     tab = browser.open(Path("report.html"), width=390, dark=True)
     Path("phone.png").write_bytes(tab.picture())
 
-It speaks the DevTools protocol: JSON with a zero byte after each message, written to the browser's file
-descriptor 3 and read from its 4. No other package is needed, and no port is opened.
+It uses the DevTools protocol: JSON messages, each followed by a zero byte, written to the browser's file
+descriptor 3 and read from its file descriptor 4. It needs no other package and opens no port.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from typing import Any
 from pwfn.errors import PwfnError
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_TIMEOUT = 60.0  # seconds, for any one answer: a first start on a busy machine takes several
+_TIMEOUT = 60.0  # seconds per answer; the first start on a busy machine takes several
 
 
 class BrowserError(PwfnError):
-    """There is no Chromium, or it did not do as it was told."""
+    """There is no Chromium, or a call to it failed."""
 
 
 def find_browser() -> str | None:
-    """Path of the Chromium of this machine, if it has one."""
+    """Path of an installed Chromium, if there is one."""
     return next((path for path in map(shutil.which, _NAMES) if path), None)
 
 
 class Browser:
-    """A Chromium of its own: a fresh profile, which is removed in the end."""
+    """A Chromium with a temporary profile."""
 
     def __init__(self) -> None:
         program = find_browser()
         if program is None:
-            raise BrowserError("no Chromium is on this machine: install it (Debian: apt install chromium)")
+            raise BrowserError("Chromium is not installed: install it (Debian: apt install chromium)")
         self._profile = tempfile.TemporaryDirectory(prefix="pwfn-browser-", ignore_cleanup_errors=True)
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        # Above 10, so that neither is 3 or 4 already when the shell makes it so.
+        # Above 10, so that neither is already 3 or 4 when the shell assigns them.
         theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, to_write)]
         options = ("--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}")
-        # Root, as in a container, has no sandbox; what is opened here is our own page.
+        # Root, as in a container, has no sandbox; only our own pages are opened.
         quiet = (
             "--no-sandbox",
             "--disable-gpu",
@@ -89,7 +89,7 @@ class Browser:
         self._profile.cleanup()
 
     def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False) -> Tab:
-        """A page from disk in a tab of its own, loaded."""
+        """Load a page from disk in a new tab."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session)
@@ -101,7 +101,7 @@ class Browser:
         return tab
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Ask for something, and wait for the answer; events on the way are kept."""
+        """Call a method and wait for its answer; events that arrive meanwhile are kept."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
@@ -109,7 +109,7 @@ class Browser:
         try:
             os.write(self._write, json.dumps(message).encode() + b"\0")
         except BrokenPipeError:
-            raise BrowserError(f"{method}: the browser has ended: start it by hand to see why") from None
+            raise BrowserError(f"{method}: the browser has exited: start it by hand to see why") from None
         for answer in self._messages():
             if answer.get("id") != self._number:
                 self.events.append(answer)
@@ -121,7 +121,7 @@ class Browser:
         raise BrowserError(f"{method}: no answer from the browser in {_TIMEOUT:.0f} seconds")
 
     def wait_for_event(self, method: str, session: str) -> dict[str, Any]:
-        """The first event of that name, which may have come already."""
+        """The first event of that name, which may have arrived already."""
         for event in self.events:
             if event.get("method") == method and event.get("sessionId") == session:
                 return event
@@ -132,7 +132,7 @@ class Browser:
         raise BrowserError(f"{method}: did not happen in {_TIMEOUT:.0f} seconds")
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """What comes, until nothing has come for too long."""
+        """Messages as they arrive, until the timeout."""
         end = time.monotonic() + _TIMEOUT
         while True:
             text, found, rest = self._buffer.partition(b"\0")
@@ -145,7 +145,7 @@ class Browser:
                 return
             piece = os.read(self._read, 1 << 16)
             if not piece:
-                raise BrowserError("the browser has ended: start it by hand to see why")
+                raise BrowserError("the browser has exited: start it by hand to see why")
             self._buffer += piece
 
 
@@ -156,11 +156,11 @@ class Tab:
         self._browser, self._session = browser, session
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Ask something of this page."""
+        """Call a method for this page."""
         return self._browser.call(method, self._session, **parameters)
 
     def wait_for(self, method: str) -> dict[str, Any]:
-        """Wait for an event of this page, unless it has happened."""
+        """Wait for an event of this page; one that has already happened counts."""
         return self._browser.wait_for_event(method, self._session)
 
     def shape(self, width: int, height: int, *, dark: bool, printed: bool = False) -> None:
@@ -176,26 +176,26 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", media="print" if printed else "", features=[scheme])
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is, as JSON."""
+        """The value of a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise BrowserError(f"{expression}: {answer['exceptionDetails'].get('text')}")
         return answer["result"].get("value")
 
     def press(self, key: str, code: int, text: str = "") -> None:
-        """A key goes down and up: its name, its code, and what it types."""
+        """Press and release a key: its name, its code, and the text it types."""
         shared = {"key": key, "code": key if key != " " else "Space", "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **shared)
         self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
 
     def click(self, x: float, y: float) -> None:
-        """The left button, at a place of the window."""
+        """Click the left button at a position in the window."""
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def events(self, *methods: str) -> list[dict[str, Any]]:
-        """What has happened so far, by the events' names."""
-        self.value("new Promise(done => setTimeout(done, 50))")  # those under way arrive before the answer
+        """Events with these names so far."""
+        self.value("new Promise(done => setTimeout(done, 50))")  # pending events arrive first
         return [
             event["params"]
             for event in self._browser.events
@@ -203,7 +203,7 @@ class Tab:
         ]
 
     def picture(self, selector: str | None = None) -> bytes:
-        """The whole page, or one element of it, as PNG."""
+        """The whole page, or one element, as PNG."""
         box = (
             f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
             if selector

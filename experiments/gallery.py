@@ -1,39 +1,37 @@
-"""The demo's network, compressed twice, as a report and as pictures.
+"""Compress the demo's network twice and write its report and pictures of it.
 
     python experiments/gallery.py --out gallery
 
-gallery/report.html      of the recommended settings, its uncertainty assessed
-gallery/runs.html        beside those of the paper
-gallery/figures/         every figure of the report, PNG
-gallery/*.png            the pages on a phone and on a desk, light and dark, where there is a Chromium
+gallery/report.html      the run with recommended settings, with its uncertainty
+gallery/runs.html        side by side with the run with the paper's settings
+gallery/figures/         every figure of the report as PNG
+gallery/*.png            the pages on a phone and on a desktop, light and dark, if there is a Chromium
 
-What was run is kept in gallery/runs and not run again.
+Finished runs in gallery/runs are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import shutil
 from pathlib import Path
 
 from chromium import Browser, find_browser
-from safetensors.torch import save_file
 
+from pwfn import Config
+from pwfn.lab.uncertainty.file import assess_file
 from pwfn.report import write
 from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
 from pwfn.run import demo
-from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, TrustOptions
-from pwfn.run.scores import assess_file
-from pwfn.zoo import data
 
 PRESETS = ("recommended", "paper")
 WIDTHS = (390, 1440)
 
 
 def main() -> None:
-    """Run what is not there yet, and draw everything."""
+    """Run what is missing, and draw everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gallery"))
     out: Path = parser.parse_args().out
@@ -44,7 +42,7 @@ def main() -> None:
     pictures = save_png([read_run(folders[0])], out / "figures")
     print(f"{out / 'figures'}: {len(pictures)} figures")
     if find_browser() is None:
-        print("no pictures of the pages: there is no Chromium here (Debian: apt install chromium)")
+        print("no pictures of the pages: Chromium is not installed (Debian: apt install chromium)")
         return
     with Browser() as browser:
         for page in pages:
@@ -56,22 +54,16 @@ def main() -> None:
 
 
 def compressed(runs: Path, preset: str) -> Path:
-    """The folder of a run of the demo's network with that preset, done and assessed."""
-    folder, weights = runs / preset, runs / "digits_resnet.safetensors"
-    if (folder / "uncertainty.json").exists():
-        return folder
-    config = demo.settings(preset, seed=0).override({"target.keep_states": True})
-    if not weights.exists():
-        runs.mkdir(parents=True, exist_ok=True)
-        train, _ = data.digits()
-        save_file(demo.pretrained(train, config.seed).state_dict(), weights)
-    options = RunOptions("digits_resnet", "digits", folder, str(weights), device="cpu", resume=True)
-    run(options, config)
-    scored = RunOptions("", "digits", folder, "", device="cpu")
-    facts, _ = assess_file(
-        folder / "model.pwfn", scored, TrustOptions(samples=20, original=str(weights), ood=("noise",))
-    )
-    (folder / "uncertainty.json").write_text(json.dumps(facts["uncertainty"], indent=1) + "\n")
+    """The folder of a finished demo with that preset, with its uncertainty."""
+    folder = runs / preset
+    out = folder / "uncertainty.json"
+    if not out.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        demo.demo(Config.preset(preset), folder)
+        scored = RunOptions("", "digits", folder, "", device="cpu")
+        weights = str(folder / "weights.safetensors")
+        asked = TrustOptions(samples=20, original=weights, ood=("noise",), out=out)
+        assess_file(folder / "model.pwfn", scored, asked)
     return folder
 
 

@@ -23,10 +23,9 @@ import torch
 from uncertainty_table import AS_IT_IS, table
 
 from pwfn import Compressed, Config, load
-from pwfn.evaluate.assess import Assessment, Rival, assess
-from pwfn.evaluate.ood import open_ood
-from pwfn.evaluate.recalibration import Recalibration, why_not
-from pwfn.run.console import Lines
+from pwfn.lab.uncertainty.assess import Assessment, Rival, assess
+from pwfn.lab.uncertainty.ood import open_ood
+from pwfn.lab.uncertainty.recalibration import Recalibration, why_not
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, settings
 from pwfn.run.resolve import network_of, preparation_of
@@ -38,11 +37,10 @@ RESULTS = Path(__file__).resolve().parent / "results" / "uncertainty"
 VARIANTS: dict[str, dict[str, Any]] = {
     "recommended": {},
     "fixed weights quiet": {"posterior.noise_on_fixed": False},
-    "sigma kept": {"clustering.fixed_sigma": "keep"},
     "sigma of the paper": {
         "posterior.init": "powers",
-        "posterior.learn_sigma": True,
-        "clustering.b": 7,
+        "training.sigma_learning_rate": 0.001,
+        "fixing.grid_exponent": 7,
     },
 }
 """What each changes from the recommended settings."""
@@ -85,7 +83,7 @@ def study(options: argparse.Namespace, variant: str, seed: int) -> None:
     chosen = RunOptions(options.model, options.data, options.runs / name, options.weights)
     chosen = replace(chosen, device=options.device, resume=True, posterior="weight")
     if not _done(chosen.out, config):
-        run(chosen, config, Lines(lambda line: print(name, line, flush=True)))
+        run(chosen, config)
     record = json.loads((chosen.out / "record.json").read_text())
     compressed = load(chosen.out / "model.pwfn")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -119,7 +117,7 @@ def _done(folder: Path, config: Config) -> bool:
     if not (folder / "model.pwfn").is_file() or not (folder / "record.json").is_file():
         return False
     found = json.loads((folder / "record.json").read_text())["identity"]["settings"]
-    return Config.recorded(found).in_force() == config.in_force()
+    return bool(found == config.to_dict())
 
 
 def _answers(

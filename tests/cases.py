@@ -1,7 +1,8 @@
-"""Small models and data sets that several test files use."""
+"""Small models and data that several test files share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,44 @@ from torch.nn import functional as F
 
 from pwfn.file.compressed import Compressed
 from pwfn.layout import Layout, untouched
+from pwfn.run.options import RunOptions
 from pwfn.zoo.models import VisionTransformer, ready_torchvision
+
+# Runs: resumable data, a network with BatchNorm and dropout, a run by name
+
+
+class Shuffled:
+    """Batches for ``normalised_classifier`` whose order is a function of the epoch only."""
+
+    def __init__(self, batches: int = 4) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.batches = [
+            (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+            for _ in range(batches)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.epoch(0)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(number)).tolist()
+        return iter([self.batches[i] for i in order[start:]])
+
+
+def normalised_classifier() -> nn.Module:
+    """For 6 numbers: BatchNorm and dropout between two linear layers; 3 classes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+
+
+def digits_run(folder: Path, **changes: Any) -> RunOptions:
+    """A run of an untrained network on digits, with a checkpoint after nearly every step."""
+    usual = {"model": "digits_resnet", "data": "digits", "weights": "random", "device": "cpu"}
+    return RunOptions(out=folder, **{**usual, "batch_size": 64, "checkpoint_minutes": 1e-3, **changes})
+
 
 # Data sets
 
@@ -130,3 +168,41 @@ class TinyAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
+
+
+# Layout, file, runtime, export
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, one layer under two names, a norm, and buffers of both kinds."""
+
+    def __init__(self, tokens: int = 11, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.first = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = self.first
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("not_saved", torch.tensor(3.0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.first(self.embedding(tokens)).flatten(0, -2))
+        return self.scale * self.head(self.second(x)).view(*tokens.shape, -1)
+
+
+def tiny_gpt2() -> Any:
+    """Two blocks, three heads, a head tied to the embedding."""
+    ready_torchvision()
+    import transformers
+
+    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 12, "vocab_size": 37, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def convnet() -> nn.Module:
+    """A convolution, a BatchNorm and a linear layer, for inputs of 3×4×4."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5)
+    )

@@ -1,6 +1,6 @@
-"""Sound files of many kinds, and the means to take a file apart, spoil it and seal it again.
+"""Valid files of many kinds, and tools to take a file apart, change it and seal it again.
 
-What is spoilt gets sizes and checksums that fit, so that a test meets the check behind the checksum. Files
+A changed file gets sizes and checksums that fit, so that a test reaches the check behind the checksum. Files
 are taken apart with struct, json, zlib and zstandard only.
 """
 
@@ -20,7 +20,7 @@ import zstandard
 from torch import Tensor, nn
 
 from pwfn import Compressed, Layout
-from pwfn.file.format import Posterior, dumps
+from pwfn.file.format import dumps
 from pwfn.layout import untouched
 
 DTYPES = (
@@ -63,7 +63,7 @@ def drawn(layout: Layout, values: int, seed: int = 0) -> Tensor:
 
 
 def sigmas(layout: Layout, kinds: int, seed: int = 1) -> Tensor:
-    """One sigma per weight, of so many kinds; 0 for each its own."""
+    """One sigma per weight, of that many kinds; 0: each weight has its own."""
     generator = torch.Generator().manual_seed(seed)
     if kinds == 0:
         return torch.rand(layout.size, generator=generator, dtype=torch.float64).to(layout.dtype)
@@ -98,7 +98,7 @@ def plain(*sizes: tuple[int, int], values: int, kinds: int = 3) -> Compressed:
 
 
 def one_flat_layer() -> Compressed:
-    """Several layers, one of which has a single value, and one other values than the rest."""
+    """Several layers, one with a single value and one with other values than the rest."""
     whole = plain((20, 30), (30, 20), (40, 50), values=20)
     values = whole.values()
     values[whole.layout.entries[1].span] = 2.0
@@ -106,12 +106,8 @@ def one_flat_layer() -> Compressed:
     return Compressed.of(whole.layout, values, whole.weight_sigma, {})
 
 
-def per_channel(entry: Any) -> tuple[int, int]:
-    return (0, entry.shape[0]) if len(entry.shape) > 1 else (0, 1)
-
-
-def per_input_channel(entry: Any) -> tuple[int, int]:
-    return (1, entry.shape[1]) if len(entry.shape) > 1 else (0, 1)
+def per_axis(axis: int) -> Callable[[Any], tuple[int, int]]:
+    return lambda entry: (axis, entry.shape[axis]) if len(entry.shape) > 1 else (0, 1)
 
 
 def per_layer(entry: Any) -> tuple[int, int]:
@@ -122,9 +118,9 @@ CASES: dict[str, tuple[Callable[[], Compressed], str]] = {
     "centre": (mixed, "centre"),
     "weight": (mixed, "weight"),
     "none": (mixed, "none"),
-    "channels": (lambda: mixed(values=9, divide=per_channel), "centre"),
-    "channels_weight": (lambda: mixed(values=9, divide=per_channel), "weight"),
-    "input_channels": (lambda: mixed(values=9, divide=per_input_channel), "weight"),
+    "channels": (lambda: mixed(values=9, divide=per_axis(0)), "centre"),
+    "channels_weight": (lambda: mixed(values=9, divide=per_axis(0)), "weight"),
+    "input_channels": (lambda: mixed(values=9, divide=per_axis(1)), "weight"),
     "layers": (lambda: mixed(divide=per_layer), "centre"),
     "bfloat16": (lambda: mixed(dtype=torch.bfloat16), "centre"),
     "float64": (lambda: mixed(dtype=torch.float64), "weight"),
@@ -146,7 +142,7 @@ def case(name: str) -> tuple[Compressed, bytes]:
     """A network and the bytes of its file."""
     make, posterior = CASES[name]
     compressed = make()
-    return compressed, dumps(compressed, Posterior(posterior))
+    return compressed, dumps(compressed, posterior)
 
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
@@ -155,15 +151,13 @@ PREFIX = struct.Struct("<8sHHIII")
 
 @dataclass
 class Parts:
-    """A file taken apart: header as Python values, sections as they are before compression."""
+    """A file taken apart: header as Python values, sections before compression."""
 
     header: dict[str, Any]
     contents: dict[str, bytes]
     streams: list[bytes]
-    blocks: dict[str, bytes] = field(default_factory=dict)  # stored in place of what would be
-    late: list[Callable[[dict[str, Any]], None]] = field(
-        default_factory=list
-    )  # on the header, at the very end
+    blocks: dict[str, bytes] = field(default_factory=dict)  # stored instead of the compressed content
+    late: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)  # last changes of the header
 
     @classmethod
     def of(cls, data: bytes) -> Parts:
@@ -181,28 +175,22 @@ class Parts:
         return cls(header, contents, streams)
 
     def sealed(self, text: bytes | None = None) -> bytes:
-        """The file, with sizes and checksums that fit; ``text`` takes the header's place."""
+        """The file, with sizes and checksums that fit; ``text`` replaces the header."""
         header = copy.deepcopy(self.header)
         for tensor, stream in zip(header["tensors"], self.streams, strict=False):
             tensor |= {"bytes": len(stream), "crc32": zlib.crc32(stream)}
-        blocks = {**self.contents, "indices": b"".join(self.streams)}
-        stored = {
-            name: blocks[name] if name in ("indices", "padding") else closed(blocks[name])
-            for name in SECTIONS
-        }
+        raw = {**self.contents, "indices": b"".join(self.streams)}
+        stored = {n: raw[n] if n in ("indices", "padding") else closed(raw[n]) for n in SECTIONS}
         stored |= self.blocks
-        header["sections"] = [
-            [name, len(stored[name]), len(blocks[name]), zlib.crc32(stored[name])] for name in SECTIONS
-        ]
+        header["sections"] = [[n, len(stored[n]), len(raw[n]), zlib.crc32(stored[n])] for n in SECTIONS]
         for change in self.late:
             change(header)
         text = json.dumps(header).encode() if text is None else text
         return with_header(closed(text), len(text)) + b"".join(stored.values())
 
 
-def with_header(block: bytes, raw: int, version: int = 1, flags: int = 0) -> bytes:
-    magic = b"\x89PWFN\r\n\x1a"
-    return PREFIX.pack(magic, version, flags, len(block), raw, zlib.crc32(block)) + block
+def with_header(block: bytes, raw: int) -> bytes:
+    return PREFIX.pack(b"\x89PWFN\r\n\x1a", 1, 0, len(block), raw, zlib.crc32(block)) + block
 
 
 def opened(block: bytes, raw: int) -> bytes:
@@ -212,10 +200,10 @@ def opened(block: bytes, raw: int) -> bytes:
 
 
 def closed(raw: bytes) -> bytes:
-    """A block, compressed where that is smaller; no bytes for none."""
-    packed = zstandard.ZstdCompressor(level=3).compress(raw)
+    """A block, compressed where that is smaller; no bytes for no content."""
     if not raw:
         return b""
+    packed = zstandard.ZstdCompressor(level=3).compress(raw)
     return b"\x01" + packed if len(packed) < len(raw) else b"\x00" + raw
 
 

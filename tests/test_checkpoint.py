@@ -1,197 +1,178 @@
-"""Progress on disk: it comes back as it was, from the newest file that is whole, into its own run only."""
+"""Progress on disk: it reads back as it was, from the newest intact file, and into its own run only."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import Shuffled
+from cases import normalised_classifier as network
 from torch import Tensor, nn
 
-from pwfn import Config, FileError, Progress, Result, compress
+from pwfn import Config, FileError, Result, compress
+from pwfn.progress import Progress
 from pwfn.run.checkpoint import Store, from_plain, to_plain
 
-# Sigma learns and fixed weights are drawn too: the most that can go astray.
+# Sigma is trained and fixed weights are drawn too, so that every part of the state matters.
 CONFIG = Config().override(
     {
         "posterior.init": "powers",
-        "posterior.learn_sigma": True,
-        "posterior.noise_on_fixed": True,
-        "clustering.b": 7,
+        "fixing.grid_exponent": 7,
         "schedule.fractions": [0.4, 0.8, 1.0],
         "schedule.epochs_per_round": 1.5,
         "training.learning_rate": 0.05,
         "training.sigma_learning_rate": 0.5,
     }
 )
-
-
-class Shuffled:
-    """Batches whose order is a function of the epoch alone."""
-
-    def __init__(self, batches: int = 4) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.batches = [
-            (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
-            for _ in range(batches)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.epoch(0)
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(number)).tolist()
-        return iter([self.batches[i] for i in order[start:]])
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
-
-
-def run(
-    keep: Callable[[Callable[[], Progress], bool], None] | None = None, resume: Progress | None = None
-) -> Result:
-    return compress(network(), Shuffled(), Shuffled(), CONFIG, keep=keep, resume=resume)
-
-
-def assert_same(a: Result, b: Result, folder: Path) -> None:
-    a.save(folder / "a.pwfn", posterior="weight")
-    b.save(folder / "b.pwfn", posterior="weight")
-    assert (folder / "a.pwfn").read_bytes() == (folder / "b.pwfn").read_bytes()
-    # As text: the centre of a sweep is NaN, which is not equal to itself.
-    assert [repr(dataclasses.replace(done, seconds=0.0)) for done in a.rounds] == [
-        repr(dataclasses.replace(done, seconds=0.0)) for done in b.rounds
-    ]
+STEPS = 1 + 6 + 6 + 4  # 5 % of four batches, one and a half epochs twice, one epoch of polish
+VARIANTS: dict[str, dict[str, Any]] = {
+    "adamw and its average": {"training.optimizer": "adamw", "training.ema_decay": 0.9},
+    "cosine": {"training.scheduler": "cosine"},
+    "accumulation": {"training.accumulate": 2},
+}
 
 
 class CutOffError(Exception):
     """The run was cut off."""
 
 
-STEPS = 1 + 6 + 6 + 4  # 5 % of four batches, one and a half epochs twice, one epoch of polish
+def run(config: Config = CONFIG, **how: Any) -> Result:
+    return compress(network(), Shuffled(), Shuffled(), config, **how)
 
 
-@pytest.mark.parametrize("step", range(1, STEPS + 1))
-def test_a_run_cut_off_at_any_step_ends_in_the_same_bytes(step: int, tmp_path: Path) -> None:
-    store = Store(tmp_path, {"run": 1})
-    taken = 0
+@pytest.fixture(scope="module")
+def whole() -> Result:
+    return run()
+
+
+def cut_off(folder: Path, step: int, each: bool = False, **how: Any) -> Store:
+    """The checkpoints of a run that ended after a step: one of the last step, or one of each."""
+    store, taken = Store(folder, {"model": "a", "settings": {"seed": 0, "b": 7}}), 0
 
     def keep(progress: Callable[[], Progress], ends: bool) -> None:
         nonlocal taken
         taken += 1
-        if taken == step:
+        if each or taken == step:
             store.save(progress())
-            raise CutOffError
-
-    with pytest.raises(CutOffError):
-        run(keep)
-    found = Store(tmp_path, {"run": 1}).newest()
-    assert found is not None
-    assert found.batches >= step
-    assert_same(run(resume=found), run(), tmp_path)
-
-
-HALF = CONFIG.override({"training.precision": "fp16"})
-
-
-def steep(output: Tensor, target: Tensor) -> Tensor:
-    """A loss whose gradients are too large for 16 bits at first: the scale is halved a few times."""
-    return 64 * nn.functional.cross_entropy(output, target)
-
-
-@pytest.mark.parametrize("step", [2, 7, 9, STEPS - 1])
-def test_with_sixteen_bits_the_scale_of_the_loss_is_kept_too(step: int, tmp_path: Path) -> None:
-    store, taken, scales = Store(tmp_path, {}), 0, []
-
-    def keep(progress: Callable[[], Progress], ends: bool) -> None:
-        nonlocal taken
-        taken += 1
-        now = progress()
-        assert now.fitting is not None
-        scales.append(now.fitting.scaler["scale"])
         if taken == step:
-            store.save(now)
-            raise CutOffError
-
-    def half(**how: Any) -> Result:
-        return compress(network(), Shuffled(), Shuffled(), HALF, steep, **how)
-
-    with pytest.raises(CutOffError):
-        half(keep=keep)
-    assert min(scales) < 65536
-    found = store.newest()
-    assert found is not None
-    assert found.fitting is not None
-    assert found.fitting.scaler["scale"] == scales[-1]
-    assert_same(half(resume=found), half(), tmp_path)
-
-
-def test_keeping_progress_changes_nothing(tmp_path: Path) -> None:
-    assert_same(
-        run(keep=lambda progress, ends: None), run(keep=lambda progress, ends: progress() and None), tmp_path
-    )
-
-
-def test_progress_after_a_round_is_enough_too(tmp_path: Path) -> None:
-    kept: list[dict[str, object]] = []
-    whole = compress(
-        network(), Shuffled(), Shuffled(), CONFIG, on_round=lambda progress: kept.append(to_plain(progress))
-    )
-    assert len(kept) == 3
-    for plain in kept:
-        assert_same(run(resume=from_plain(plain)), whole, tmp_path)
-
-
-def stored(folder: Path, times: int) -> Store:
-    """A folder with the progress after each of some steps."""
-    store = Store(folder, {"model": "a", "settings": {"seed": 0, "b": 7}})
-    taken = 0
-
-    def keep(progress: Callable[[], Progress], ends: bool) -> None:
-        nonlocal taken
-        taken += 1
-        store.save(progress())
-        if taken == times:
             raise CutOffError
 
     with pytest.raises(CutOffError):
-        run(keep)
+        run(keep=keep, **how)
     return store
 
 
-def test_two_are_kept_and_the_newest_is_read(tmp_path: Path) -> None:
-    store = stored(tmp_path, 5)
-    assert [path.name for path in store.paths()] == ["checkpoint-000004.pt", "checkpoint-000005.pt"]
+def newest(store: Store) -> Progress:
     found = store.newest()
     assert found is not None
-    assert found.batches == 5
+    return found
 
 
-@pytest.mark.parametrize("fault", ["torn", "flipped", "empty", "other"])
-def test_a_damaged_newest_one_is_passed_over(fault: str, tmp_path: Path) -> None:
-    store = stored(tmp_path, 3)
-    newest = store.paths()[-1]
-    content = newest.read_bytes()
+def assert_same(a: Result, b: Result, folder: Path) -> None:
+    a.save(folder / "a.pwfn", posterior="weight")
+    b.save(folder / "b.pwfn", posterior="weight")
+    assert (folder / "a.pwfn").read_bytes() == (folder / "b.pwfn").read_bytes()
+    assert figures(a) == figures(b)
+    assert (a.choice, a.states, a.after) == (b.choice, b.states, b.after)
+
+
+def figures(result: Result) -> list[str]:
+    """Of the rounds; as text, since the centre of a sweep is NaN, which is not equal to itself."""
+    return [repr(dataclasses.replace(done, seconds=0.0)) for done in result.rounds]
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_run_cut_off_at_any_step_ends_in_the_same_bytes(step: int, whole: Result, tmp_path: Path) -> None:
+    found = newest(cut_off(tmp_path, step))
+    assert found.batches >= step
+    assert_same(run(resume=found), whole, tmp_path)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_state_of_every_optimiser_is_kept(name: str, tmp_path: Path) -> None:
+    config = CONFIG.override(VARIANTS[name])
+    found = newest(cut_off(tmp_path, 4, config=config))
+    assert_same(run(config, resume=found), run(config), tmp_path)
+
+
+def steep(output: Tensor, target: Tensor) -> Tensor:
+    """A loss whose gradients are too large for fp16 at first: the scale is halved a few times."""
+    return 64 * nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("step", [2, 9, STEPS - 1])
+def test_with_fp16_the_scale_of_the_loss_is_kept_too(step: int, tmp_path: Path) -> None:
+    how = {"config": CONFIG.override({"training.precision": "fp16"}), "loss_fn": steep}
+    found = newest(cut_off(tmp_path, step, **how))
+    assert found.phase is not None
+    assert found.phase.scaler["scale"] < 65536
+    assert_same(run(resume=found, **how), run(**how), tmp_path)
+
+
+def test_taking_progress_changes_nothing_and_progress_after_a_round_is_enough(
+    whole: Result, tmp_path: Path
+) -> None:
+    after_rounds: list[Progress] = []
+    assert_same(
+        run(keep=lambda progress, ends: progress() and None, on_round=after_rounds.append), whole, tmp_path
+    )
+    assert len(after_rounds) == 3
+    for progress in after_rounds:
+        assert_same(run(resume=from_plain(to_plain(progress))), whole, tmp_path)
+
+
+def test_progress_reads_back_as_it_was(tmp_path: Path) -> None:
+    """With states and a choice, in the middle of polish: nothing in it is empty."""
+    config = CONFIG.override({"target.max_drop": 3.0})
+    taken: list[Progress] = []
+    run(config, keep=lambda progress, ends: taken.append(progress()))
+    store = Store(tmp_path, {})
+    store.save(taken[-1])
+    read = newest(store)
+    for item in dataclasses.fields(Progress):
+        value = getattr(taken[-1], item.name)
+        assert value is not None, item.name
+        assert repr(getattr(read, item.name)) == repr(value), item.name
+    assert {type(part) for part in read.rounds[1].fix.steps} == {type(taken[-1].rounds[1].fix.steps[0])}
+    assert read.states == taken[-1].states
+
+
+def test_two_are_kept_and_the_newest_is_read(tmp_path: Path) -> None:
+    store = cut_off(tmp_path, 5, each=True)
+    assert [path.name for path in store.paths()] == ["checkpoint-000004.pt", "checkpoint-000005.pt"]
+    assert newest(store).batches == 5
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped", "empty", "foreign"])
+def test_a_damaged_file_is_skipped(fault: str, tmp_path: Path) -> None:
+    store = cut_off(tmp_path, 3, each=True)
+    path = store.paths()[-1]
+    content = path.read_bytes()
     middle = len(content) // 2
     damaged = {
-        "torn": content[:middle],
+        "truncated": content[:middle],
         "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
         "empty": b"",
-        "other": b"something else altogether",
+        "foreign": b"something else altogether",
     }
-    newest.write_bytes(damaged[fault])
-    found = store.newest()
-    assert found is not None
-    assert found.batches == 2
+    path.write_bytes(damaged[fault])
+    assert newest(store).batches == 2
     store.paths()[0].write_bytes(b"")
     assert store.newest() is None
+
+
+def test_a_file_of_another_version_is_one_sentence(tmp_path: Path) -> None:
+    store = cut_off(tmp_path, 1)
+    path = store.paths()[0]
+    path.write_bytes(b"PWFNCKP4" + path.read_bytes()[8:])
+    with pytest.raises(FileError, match="another version of pwfn") as caught:
+        store.newest()
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
@@ -199,17 +180,32 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("identity", "message"),
+    ("identity", "difference"),
     [
         ({"model": "b", "settings": {"seed": 0, "b": 7}}, "model is 'a', not 'b'"),
         ({"model": "a", "settings": {"seed": 1, "b": 7}}, "settings.seed is 0, not 1"),
         ({"model": "a", "settings": {"seed": 0}}, "settings.b is 7, not None"),
     ],
 )
-def test_the_checkpoint_of_another_run_is_refused_and_says_why(
-    identity: dict[str, object], message: str, tmp_path: Path
+def test_the_checkpoint_of_another_run_is_refused_with_the_difference(
+    identity: dict[str, object], difference: str, tmp_path: Path
 ) -> None:
-    stored(tmp_path, 1)
-    with pytest.raises(FileError, match=message) as caught:
+    cut_off(tmp_path, 1)
+    with pytest.raises(FileError, match=difference) as caught:
         Store(tmp_path, identity).newest()
     assert "\n" not in str(caught.value)
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
+    """A pickle that names a function is refused by torch, whatever its checksum."""
+    import hashlib
+    import io
+    import pickle
+
+    buffer = io.BytesIO()
+    torch.save({"progress": print}, buffer)
+    content = buffer.getvalue()
+    head = cut_off(tmp_path, 1).paths()[0].read_bytes()[:8]
+    (tmp_path / "checkpoint-000002.pt").write_bytes(head + hashlib.sha256(content).digest() + content)
+    with pytest.raises(pickle.UnpicklingError):
+        Store(tmp_path, {}).newest()

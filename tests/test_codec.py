@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pwfn.errors import FileError
-from pwfn.file import coder as codec
+from pwfn.file import coder
 from pwfn.file.coder import Table
 
 counts_lists = st.lists(st.integers(0, 400), min_size=1, max_size=40).filter(any)
@@ -26,10 +26,10 @@ def drawn(counts: Any, seed: int = 0) -> np.ndarray:
 @given(counts_lists, st.sampled_from([np.uint8, np.int16, np.int32, np.int64]))
 def test_decoding_gives_back_what_was_encoded(counts: list[int], dtype: Any) -> None:
     symbols = drawn(counts).astype(dtype)
-    table = Table.of(symbols, len(counts))
+    table = Table.of(coder.counts_of(symbols))
     assert table.symbols.tolist() == [i for i, n in enumerate(counts) if n]
     assert table.counts.tolist() == [n for n in counts if n]
-    found = codec.decode(codec.encode(symbols, table), table, len(symbols), dtype)
+    found = coder.decode(coder.encode(symbols, table), table, len(symbols), dtype)
     assert found.dtype == dtype
     assert found.tolist() == symbols.tolist()
 
@@ -38,11 +38,13 @@ def test_decoding_gives_back_what_was_encoded(counts: list[int], dtype: Any) -> 
 def test_stream_is_as_small_as_the_entropy(size: int) -> None:
     """Within the 64 bits of the coder's state and what 24 bits of precision cost (far below 0.01 %)."""
     symbols = np.random.default_rng(size).geometric(0.4, size) - 1
-    table = Table.of(symbols, int(symbols.max()) + 1)
-    shares = np.unique(symbols, return_counts=True)[1] / size
+    counts = coder.counts_of(symbols)
+    assert counts.tolist() == np.bincount(symbols).tolist()
+    table = Table.of(counts)
+    shares = counts[counts > 0] / size
     entropy_bits = -size * float((shares * np.log2(shares)).sum())
-    stream = codec.encode(symbols, table)
-    assert codec.decode(stream, table, size).tolist() == symbols.tolist()
+    stream = coder.encode(symbols, table)
+    assert coder.decode(stream, table, size).tolist() == symbols.tolist()
     assert math.floor(entropy_bits) <= 8 * len(stream) + 1e-6 * size + 1
     assert 8 * len(stream) <= entropy_bits * 1.0001 + 64
 
@@ -50,7 +52,7 @@ def test_stream_is_as_small_as_the_entropy(size: int) -> None:
 def test_stream_of_known_words() -> None:
     """The example in constriction's documentation, at 64 bits: a change of the coder would show here."""
     table = Table(np.arange(4, dtype=np.int32), np.array([2, 4, 1, 3]))
-    stream = codec.encode(np.array([0, 3, 2, 3, 2, 0, 2, 1]), table)
+    stream = coder.encode(np.array([0, 3, 2, 3, 2, 0, 2, 1]), table)
     assert np.frombuffer(stream, "<u4").tolist() == [488222996, 175]
 
 
@@ -58,22 +60,14 @@ def test_very_rare_symbols_survive() -> None:
     """A share below 2^-24 still has a code."""
     symbols = np.zeros(2**25, np.uint8)
     symbols[12345] = 1
-    table = Table.of(symbols, 2)
-    stream = codec.encode(symbols, table)
+    table = Table.of(coder.counts_of(symbols))
+    stream = coder.encode(symbols, table)
     assert len(stream) <= 16
-    assert np.array_equal(codec.decode(stream, table, len(symbols), np.uint8), symbols)
-
-
-@pytest.mark.parametrize("length", [1, 65535, 65536, 65537, 131072])
-def test_counts_piece_by_piece(length: int) -> None:
-    symbols = np.random.default_rng(0).integers(0, 300, length).astype(np.int16)
-    assert codec.counts_of(symbols).tolist() == np.bincount(symbols).tolist()
-    assert codec.counts_of(symbols, 400).tolist() == np.bincount(symbols, minlength=400).tolist()
-    assert codec.counts_of(symbols[:0], 3).tolist() == [0, 0, 0]
+    assert np.array_equal(coder.decode(stream, table, len(symbols), np.uint8), symbols)
 
 
 def test_ideal_bits_by_hand() -> None:
-    table = Table.of_counts(np.array([2, 0, 1, 1]))
+    table = Table.of(np.array([2, 0, 1, 1]))
     assert table.ideal_bits(np.array([4, 0, 2, 2])) == 4 * 1 + 4 * 2
     assert table.ideal_bits(np.array([0, 0, 0, 0])) == 0
     assert table.ideal_bits(np.array([1, 1, 0, 0])) == math.inf
@@ -81,28 +75,28 @@ def test_ideal_bits_by_hand() -> None:
 
 @given(st.lists(st.integers(0, 2**48), max_size=50))
 def test_numbers_and_back(numbers: list[int]) -> None:
-    assert codec.numbers_from_bytes(codec.numbers_to_bytes(numbers)).tolist() == numbers
+    assert coder.numbers_from_bytes(coder.numbers_to_bytes(numbers)).tolist() == numbers
 
 
 @pytest.mark.parametrize(
-    ("raw", "message"),
+    "raw",
     [
-        (b"\x80", "cut off"),
-        (b"\x01\xff\xff", "cut off"),
-        (b"\x80" * 7 + b"\x01", "8 bytes"),
-        (b"\xff" * 6 + b"\x7f", "2\\^48"),
-        (codec.numbers_to_bytes([2**48 + 1]), "2\\^48"),
+        b"\x80",
+        b"\x01\xff\xff",
+        b"\x80" * 7 + b"\x01",
+        b"\xff" * 6 + b"\x7f",
+        coder.numbers_to_bytes([2**48 + 1]),
     ],
 )
-def test_bad_numbers(raw: bytes, message: str) -> None:
-    with pytest.raises(FileError, match=message):
-        codec.numbers_from_bytes(raw)
+def test_bad_numbers(raw: bytes) -> None:
+    with pytest.raises(FileError):
+        coder.numbers_from_bytes(raw)
 
 
 @given(counts_lists)
 def test_table_and_back(counts: list[int]) -> None:
-    table = Table.of_counts(np.array(counts))
-    numbers = codec.numbers_from_bytes(b"\x07" + table.to_bytes() + b"\x09")
+    table = Table.of(np.array(counts))
+    numbers = coder.numbers_from_bytes(b"\x07" + table.to_bytes() + b"\x09")
     found, stop = Table.read(numbers, 1, len(counts), sum(counts))
     assert stop == len(numbers) - 1
     assert found.symbols.tolist() == table.symbols.tolist()
@@ -116,11 +110,11 @@ def test_table_and_back(counts: list[int]) -> None:
         ([0], "0 symbols"),
         ([5, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1], "5 symbols"),
         ([2, 0, 1, 0], "cut off"),
-        ([2, 0, 5, 3, 5], "beyond the 4 values"),
-        ([2, 4, 5, 0, 5], "beyond the 4 values"),
+        ([2, 0, 5, 3, 5], "beyond"),
+        ([2, 4, 5, 0, 5], "beyond"),
         ([2, 0, 5, 0, 6], "add up to 10"),
-        ([2, 0, 10, 0, 0], "add up to 10"),
-        ([2, 2**48, 5, 2**48, 5], "beyond the 4 values"),
+        ([2, 0, 10, 0, 0], "positive"),
+        ([2, 2**48, 5, 2**48, 5], "beyond"),
     ],
 )
 def test_bad_tables(numbers: list[int], message: str) -> None:
@@ -139,62 +133,60 @@ def test_counts_that_would_wrap_around_are_refused() -> None:
 
 
 def test_bad_streams() -> None:
-    table = Table.of_counts(np.array([3, 5]))
-    good = codec.encode(drawn([3, 5]), table)
-    for stream, message in (
-        (good[:-1], "whole words"),
-        (good + bytes(4), "last word is zero"),
-        (good + b"\x01\x00\x00\x00", "does not end"),
+    table, alone = Table.of(np.array([3, 5])), Table.of(np.array([0, 8]))
+    good = coder.encode(drawn([3, 5]), table)
+    for stream, used in (
+        (good[:-1], table),
+        (good + bytes(4), table),
+        (good + b"\x01\0\0\0", table),
+        (good, alone),
     ):
-        with pytest.raises(FileError, match=message):
-            codec.decode(stream, table, 8)
-    alone = Table.of_counts(np.array([0, 8]))
-    assert codec.encode(np.ones(8, np.uint8), alone) == b""
-    assert codec.decode(b"", alone, 8).tolist() == [1] * 8
-    with pytest.raises(FileError, match="nothing to code"):
-        codec.decode(good, alone, 8)
+        with pytest.raises(FileError, match="the stream"):
+            coder.decode(stream, used, 8)
+    assert coder.encode(np.ones(8, np.uint8), alone) == b""
+    assert coder.decode(b"", alone, 8).tolist() == [1] * 8
 
 
 @given(st.binary(max_size=300), st.sampled_from([1, 2, 4, 8, 16]))
 def test_blocks_and_shuffles(raw: bytes, width: int) -> None:
-    assert codec.unsqueeze(codec.squeeze(raw), len(raw)) == raw
-    assert len(codec.squeeze(raw)) <= len(raw) + 1
+    assert coder.unsqueeze(coder.squeeze(raw), len(raw)) == raw
+    assert len(coder.squeeze(raw)) <= len(raw) + 1
     whole = raw[: len(raw) // width * width]
-    assert codec.unshuffled(codec.shuffled(whole, width), width) == whole
+    assert coder.unshuffled(coder.shuffled(whole, width), width) == whole
 
 
 @pytest.mark.parametrize(
     ("block", "size", "message"),
     [
-        (b"", 5, "unknown kind none"),
-        (b"\x02abc", 3, "unknown kind 02"),
-        (b"\x00abc", 4, "holds 3 bytes, 4"),
-        (codec.squeeze(bytes(1000)), 999, "does not hold the 999"),
-        (codec.squeeze(bytes(1000))[:-2], 1000, "cannot be decompressed"),
-        (codec.squeeze(bytes(1000)) + b"more", 1000, "cannot be decompressed"),
+        (b"", 5, "kind none"),
+        (b"\x02abc", 3, "kind 02"),
+        (b"\x00abc", 4, "3 bytes instead of 4"),
+        (coder.squeeze(bytes(1000)), 999, "999"),
+        (coder.squeeze(bytes(1000))[:-2], 1000, "cannot be decompressed"),
+        (coder.squeeze(bytes(1000)) + b"more", 1000, "cannot be decompressed"),
         (b"\x01nothing", 10, "cannot be decompressed"),
         (b"\x01", 10, "cannot be decompressed"),
-        (b"\x01abc", 2**40, "out of proportion"),
+        (b"\x01abc", 2**40, "too many"),
     ],
 )
 def test_bad_blocks(block: bytes, size: int, message: str) -> None:
     with pytest.raises(FileError, match=message):
-        codec.unsqueeze(block, size)
+        coder.unsqueeze(block, size)
 
 
 def test_what_compresses_too_well_is_stored_within_the_limit() -> None:
     raw = bytes(2**23)
-    block = codec.squeeze(raw)
+    block = coder.squeeze(raw)
     assert block[:1] == b"\x00"  # zstd makes some 600 bytes of it, which may claim at most 2^20
-    assert codec.unsqueeze(block, len(raw)) == raw
-    assert codec.squeeze(raw[: 2**20])[:1] == b"\x01"
+    assert coder.unsqueeze(block, len(raw)) == raw
+    assert coder.squeeze(raw[: 2**20])[:1] == b"\x01"
 
 
 def cost_bits(counts: list[np.ndarray], own: tuple[bool, ...]) -> float:
     """Streams and tables of one choice, at the entropy."""
 
     def table_bits(total: np.ndarray) -> int:
-        return 8 * len(Table.of_counts(total).to_bytes())
+        return 8 * len(Table.of(total).to_bytes())
 
     def stream_bits(tensor: np.ndarray, total: np.ndarray) -> float:
         share = tensor[tensor > 0] * np.log2(total[tensor > 0] / total.sum())
@@ -219,13 +211,13 @@ def test_each_tensor_uses_the_cheaper_table(seed: int, tensors: int, alphabet: i
     for _ in range(tensors):
         shares = rng.dirichlet(np.full(alphabet, 0.5))
         counts.append(rng.multinomial(int(10 ** rng.uniform(0, 4)), shares))
-    shared, tables = codec.choose_tables(counts)
+    shared, tables = coder.choose_tables(counts)
     own = tuple(table is not None for table in tables)
     assert (shared is None) == all(own)
     for tensor, table in zip(counts, tables, strict=True):
         if table is not None:
             assert table.counts.tolist() == tensor[tensor > 0].tolist()
-        alone = Table.of_counts(tensor)
+        alone = Table.of(tensor)
         by_own = alone.ideal_bits(tensor) + 8 * len(alone.to_bytes())
         by_shared = shared.ideal_bits(tensor) if shared is not None else math.inf
         assert by_own <= by_shared + 1e-6 if table is not None else by_shared <= by_own + 1e-6
@@ -237,8 +229,7 @@ def test_each_tensor_uses_the_cheaper_table(seed: int, tensors: int, alphabet: i
 
 def test_tensors_of_one_kind_share_and_others_do_not() -> None:
     alike = [np.array([1000, 500, 250, 250]) + i for i in range(4)]
-    other = np.array([0, 0, 10, 3000])
-    shared, own = codec.choose_tables([*alike, other])
+    shared, own = coder.choose_tables([*alike, np.array([0, 0, 10, 3000])])
     assert shared is not None
     assert [table is not None for table in own] == [False] * 4 + [True]
     assert shared.total == sum(int(tensor.sum()) for tensor in alike)

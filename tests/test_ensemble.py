@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn import Compressed, ConfigError, DataError, LayoutError, WeightError
-from pwfn.evaluate.assess import Comparison, Rival, assess, split_in_half
 from pwfn.evaluate.calibration import (
     auroc,
     calibration_error,
@@ -29,8 +28,10 @@ from pwfn.evaluate.calibration import (
     tempered,
 )
 from pwfn.evaluate.ensemble import Score, ensemble, point
+from pwfn.lab.uncertainty.assess import Comparison, Rival, assess, split_in_half
+from pwfn.lab.uncertainty.file import assess_file
 from pwfn.run.options import RunOptions, TrustOptions
-from pwfn.run.scores import assess_file, evaluate_file
+from pwfn.run.scores import evaluate_file
 from pwfn.zoo.models import digits_resnet
 
 CLASSES = 3

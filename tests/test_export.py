@@ -1,10 +1,9 @@
-"""Exports: ONNX with palettes against torch, and dense files with what they say of exactness."""
+"""Exports: ONNX with palettes compared with torch, and dense files that say whether they are exact."""
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from cases import Tied
 from onnx import TensorProto, numpy_helper
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pwfn import Compressed, Config, FileError, GaussianNetwork, Layout, LayoutError, PwfnError
 from pwfn.export import from_file, to_onnx, to_safetensors, to_torch
 from pwfn.export import onnx as module_under_test
+from pwfn.layout import untouched
 from pwfn.zoo.models import create, digits_resnet
 
 SMALL = 256  # weights; smaller tensors stay dense
@@ -28,7 +29,7 @@ SMALL = 256  # weights; smaller tensors stay dense
 def randomised(model: nn.Module) -> nn.Module:
     """With BatchNorm as after some training: folded away wrongly, it would show."""
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.running_mean.normal_(0, 0.1)
             module.running_var.uniform_(0.5, 1.5)
             nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -49,8 +50,7 @@ def rounded(model: nn.Module) -> Compressed:
     mantissa, exponent = torch.frexp(layout.gather(model).detach())
     values = torch.ldexp((mantissa * 4).round() / 4, exponent)
     values[values.abs() < 2.0**-12] = 0
-    others = {n: t for n, t in model.state_dict().items() if n not in layout.views(values)}
-    return Compressed.of(layout, values, None, others)
+    return Compressed.of(layout, values, None, untouched(model, layout))
 
 
 def with_values(count: int, weights: int = 40_000) -> tuple[Compressed, nn.Module]:
@@ -111,55 +111,26 @@ def check_graph(path: Path, compressed: Compressed) -> dict[str, np.ndarray]:
     return constants
 
 
-def fp32_onnx_bytes(module: nn.Module, batch: Tensor, folder: Path) -> int:
-    """Of torch's own export with its defaults: the graph, and the weights beside it."""
-    folder.mkdir()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own deprecations
-        torch.onnx.export(module.eval(), (batch,), folder / "model.onnx", verbose=False)
-    return sum(file.stat().st_size for file in folder.iterdir())
-
-
 # ONNX: networks of timm
 
 
-def test_resnet18(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = randomised(create("resnet18"))
-    compressed = rounded(model)
-    path = tmp_path / "net.onnx"
-    done = to_onnx(compressed, model, torch.zeros(2, 3, 64, 64), path)
-    constants = check_graph(path, compressed)
-    assert done.palettes == 20 + 1 + 1  # convolutions, the linear layer's weight and its bias
-    assert done.file_bytes == path.stat().st_size
-    assert done.largest_error <= 1e-5 * max(1.0, done.largest_output)
-    assert constants["layer4.0.conv1.weight.indices"].shape == (512, 256, 3, 3)
-    module = compressed.apply_to(model)
-    for size in (1, 3):
-        agree(path, module, torch.randn(size, 3, 64, 64))
-    dense = fp32_onnx_bytes(module, torch.randn(2, 3, 64, 64), tmp_path / "dense")
-    assert dense > 4 * 11_678_912
-    assert done.file_bytes <= 0.30 * dense
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "make", "weights"),
-    [
-        ("mobilenetv2_100", {}, fixed, 3_470_760),
-        ("deit_tiny_patch16_224", {"img_size": 64}, rounded, 12 * 444_096 + 340_648),
-    ],
+    ("name", "options", "weights"),
+    [("resnet18", {}, 11_679_912), ("deit_tiny_patch16_224", {"img_size": 64}, 12 * 444_096 + 340_648)],
 )
-def test_other_networks(name: str, options: dict[str, Any], make: Any, weights: int, tmp_path: Path) -> None:
+def test_networks(name: str, options: dict[str, Any], weights: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = randomised(create(name, **options))
-    compressed = make(model)
+    compressed = rounded(model)
     path = tmp_path / "net.onnx"
     done = to_onnx(compressed, model, torch.zeros(1, 3, 64, 64), path)
     check_graph(path, compressed)
+    assert done.palettes == sum(entry.size >= SMALL for entry in compressed.layout.entries)
+    assert done.file_bytes == path.stat().st_size
+    assert done.largest_error <= 1e-5 * max(1.0, done.largest_output)
     module = compressed.apply_to(model)
     for size in (1, 3):
         agree(path, module, torch.randn(size, 3, 64, 64))
-    # Stricter than against the fp32 ONNX, which holds these weights and more.
     assert compressed.layout.size == weights
     assert done.file_bytes <= 0.30 * 4 * weights
 
@@ -183,21 +154,6 @@ class Grouped(nn.Module):
         x = self.up(torch.relu(self.depth(torch.relu(self.first(x))))).flatten(2)
         x = self.linear(self.line(x).transpose(1, 2))
         return self.bilinear(x, x.flip(1))
-
-
-class TiedTokens(nn.Module):
-    """An embedding tied to the head, and a layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 24)
-        self.first = nn.Linear(24, 24)
-        self.second = self.first
-        self.head = nn.Linear(24, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.relu(self.second(torch.relu(self.first(self.embedding(tokens))))))
 
 
 class Attending(nn.Module):
@@ -237,19 +193,18 @@ def test_layers(make: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
 
 def test_tied_weights_are_there_once_and_tokens_may_be_the_input(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = TiedTokens()
+    model = randomised(Tied(50, 24))
     compressed = fixed(model, include=("embedding.*",))
     path = tmp_path / "net.onnx"
     done = to_onnx(compressed, model, torch.randint(0, 50, (2, 6)), path)
     constants = check_graph(path, compressed)
-    assert done.palettes == 2
-    assert sum(name.endswith(".indices") for name in constants) == 2
+    assert done.palettes == sum(name.endswith(".indices") for name in constants) == 2
     module = compressed.apply_to(model)
     for size in (1, 3):
         agree(path, module, torch.randint(0, 50, (size, 6)))
 
 
-@pytest.mark.parametrize(("values", "dtype"), [(256, np.uint8), (257, np.uint16), (300, np.uint16)])
+@pytest.mark.parametrize(("values", "dtype"), [(256, np.uint8), (257, np.uint16)])
 def test_width_of_the_indices(values: int, dtype: type, tmp_path: Path) -> None:
     compressed, model = with_values(values)
     path = tmp_path / "net.onnx"
@@ -308,10 +263,10 @@ def branching(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "words"),
     [
-        (lambda x: (x, x), "^Odd returns a tuple: wrap it so that it returns one tensor$"),
-        (lambda x: {"logits": x}, "^Odd returns a dict: wrap it so that it returns one tensor$"),
-        (lambda x: x[:, :0], "^Odd returns a tensor without numbers"),
-        (lambda x: -x if len(x) == 1 else x, "^torch can export Odd for batches of 2 only: let its forward"),
+        (lambda x: (x, x), "^Odd returns a tuple"),
+        (lambda x: {"logits": x}, "^Odd returns a dict"),
+        (lambda x: x[:, :0], "^Odd returns an empty tensor"),
+        (lambda x: -x if len(x) == 1 else x, "^torch can export Odd for batches of 2 only"),
         (lambda x: x.view(2, 4, 5), r"^Odd cannot run on an input of shape 3×20 and type float32: .*'\[2, 4"),
         (eigenvalues, "^torch cannot export Odd to ONNX: No ONNX function found for .*linalg_eig"),
         (branching, "^torch cannot export Odd to ONNX: .*data-dependent"),
@@ -329,20 +284,20 @@ def test_a_model_that_cannot_be_exported(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_example_of_the_wrong_shape_or_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        (torch.zeros(2, 19), "shape 3×19 and type float32"),
+        (torch.zeros(2, 20, dtype=torch.int64), "shape 3×20 and type int64"),
+        (torch.zeros(0, 20), "no input"),
+        (torch.zeros(0, 20, dtype=torch.int64), "no input"),
+        (torch.tensor(1.0), "no input"),
+    ],
+)
+def test_an_example_that_does_not_fit(example: Tensor, words: str, tmp_path: Path) -> None:
     model = Odd(lambda x: x)
-    compressed = fixed(model)
-    with pytest.raises(PwfnError, match=r"^Odd cannot run on an input of shape 3×19 and type float32: "):
-        to_onnx(compressed, model, torch.zeros(2, 19), tmp_path / "net.onnx")
-    with pytest.raises(PwfnError, match=r"^Odd cannot run on an input of shape 3×20 and type int64: "):
-        to_onnx(compressed, model, torch.zeros(2, 20, dtype=torch.int64), tmp_path / "net.onnx")
-
-
-def test_an_example_without_an_input(tmp_path: Path) -> None:
-    model = Odd(lambda x: x)
-    for example in (torch.zeros(0, 20), torch.zeros(0, 20, dtype=torch.int64), torch.tensor(1.0)):
-        with pytest.raises(PwfnError, match=r"^the example holds no input: give a batch of at least one$"):
-            to_onnx(fixed(model), model, example, tmp_path / "net.onnx")
+    with pytest.raises(PwfnError, match=words):
+        to_onnx(fixed(model), model, example, tmp_path / "net.onnx")
 
 
 def test_models_in_other_types_are_exported_in_fp32(tmp_path: Path) -> None:
@@ -370,7 +325,7 @@ def test_a_difference_from_torch_leaves_the_old_file(
     path = tmp_path / "net.onnx"
     path.write_bytes(b"old")
     monkeypatch.setattr(module_under_test, "_differences", lambda *_: [(0.0, 9.0), (error, 0.5)])
-    with pytest.raises(PwfnError, match="not written, because onnxruntime's output differs from torch's by"):
+    with pytest.raises(PwfnError, match="not written"):
         to_onnx(compressed, model, torch.zeros(2, 20), path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -385,9 +340,7 @@ def test_the_check_sees_another_shape(monkeypatch: pytest.MonkeyPatch, tmp_path:
     original = module_under_test._output
     monkeypatch.setattr(module_under_test, "_output", lambda *args: original(*args)[:, None])
     model = Odd(lambda x: x)
-    with pytest.raises(
-        PwfnError, match=r"^for a batch of 3 onnxruntime's output has shape \(3, 20\), torch's"
-    ):
+    with pytest.raises(PwfnError, match=r"^for a batch of 3 .* \(3, 20\) .* \(3, 1, 20\)"):
         to_onnx(fixed(model), model, torch.zeros(2, 20), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -416,38 +369,25 @@ def test_the_check_sees_a_wrong_weight(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_without_the_packages(package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     model = Odd(lambda x: x)
-    with pytest.raises(PwfnError, match=rf"^export to ONNX needs {package}: pip install 'pwfn\[onnx\]'$"):
+    with pytest.raises(PwfnError, match=rf"needs {package}: pip install 'pwfn\[onnx\]'$"):
         to_onnx(fixed(model), model, torch.zeros(2, 20), tmp_path / "net.onnx")
 
 
 # Dense
 
 
-class Mixed(nn.Module):
-    """Compressed weights, an untouched norm, tied tensors of both kinds, and a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4, bias=False)
-        self.again = self.linear
-        self.embedding = nn.Embedding(5, 4)
-        self.head = nn.Embedding(5, 4)
-        self.head.weight = self.embedding.weight
-        self.norm = nn.BatchNorm1d(4)
-
-
 def mixed(values: list[float], scale: float = 1.0) -> Compressed:
-    model = Mixed()
-    layout = Layout.of(model)
+    """Compressed weights, a norm with this scale, tied tensors of both kinds, and a counter."""
+    model = Tied()
+    layout = Layout.of(model, exclude=["head.weight"])
     nn.init.constant_(model.norm.weight, scale)
     nn.init.constant_(model.embedding.weight, 0.5)
     weights = torch.tensor([values[i % len(values)] for i in range(layout.size)])
-    others = {n: t for n, t in model.state_dict().items() if n not in layout.views(weights)}
-    return Compressed.of(layout, weights, None, others)
+    return Compressed.of(layout, weights, None, untouched(model, layout))
 
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ALL_NAMES = set(Mixed().state_dict())
+ALL_NAMES = set(Tied().state_dict())
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -460,7 +400,7 @@ def test_values_come_back(dtype: str, target: str, tmp_path: Path) -> None:
     assert (exactness.dtype, exactness.weights_exact, exactness.untouched_exact) == (dtype, True, True)
     state = load_file(path) if target == "safetensors" else torch.load(path, weights_only=True)
     wanted = compressed.dense_state_dict()
-    tied = {"again.weight", "head.weight"}
+    tied = {"second.weight", "second.bias", "head.weight"}
     assert set(state) == (ALL_NAMES - tied if target == "safetensors" else ALL_NAMES)
     for name, tensor in state.items():
         floating = wanted[name].is_floating_point()
@@ -494,7 +434,7 @@ def test_exactness_is_told_of_each_kind(value: float, exact: set[str], dtype: st
     others = to_torch(mixed([0.5], scale=value), tmp_path / "b", dtype)
     assert (others.weights_exact, others.untouched_exact) == (True, dtype in exact)
     told = "exact" if dtype in exact else "rounded"
-    assert weights.sentence() == f"in {dtype} the compressed weights are {told}, the other tensors exact"
+    assert f"weights are {told}, the other tensors exact" in weights.sentence()
 
 
 def test_nan_and_infinity_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -502,13 +442,13 @@ def test_nan_and_infinity_are_kept_as_they_are(tmp_path: Path) -> None:
         path = tmp_path / "net.pt"
         assert to_torch(mixed([0.5], scale=scale), path, "bf16").untouched_exact
         kept = torch.load(path, weights_only=True)["norm.weight"]
-        assert torch.equal(kept.isnan(), torch.full((4,), scale != scale))
+        assert torch.equal(kept.isnan(), torch.full((6,), scale != scale))
     assert not to_torch(mixed([0.5], scale=1e38), tmp_path / "net.pt", "fp16").untouched_exact
 
 
 def test_unknown_type(tmp_path: Path) -> None:
     for write in (to_safetensors, to_torch):
-        with pytest.raises(PwfnError, match=r"^dtype is 'int8': allowed is one of fp32, bf16, fp16$"):
+        with pytest.raises(PwfnError, match="'int8': allowed is one of fp32, bf16, fp16"):
             write(mixed([0.5]), tmp_path / "net", "int8")
     assert list(tmp_path.iterdir()) == []
 
@@ -524,22 +464,10 @@ def test_a_write_that_fails_leaves_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(FileError, match=r"net: cannot be written: No space left on device; what was there"):
+    with pytest.raises(FileError, match="net: cannot be written: No space left on device"):
         write(mixed([0.5]), path, "fp32")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(FileError, match="cannot be written: No such file or directory"):
-        write(mixed([0.5]), tmp_path / "missing" / "net", "fp32")
-    with pytest.raises(FileError, match="is a folder"):
-        write(mixed([0.5]), tmp_path, "fp32")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-@pytest.mark.parametrize("write", [to_safetensors, to_torch])
-def test_a_folder_that_may_not_be_written_to(write: Any, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(FileError, match="cannot be written: Permission denied"):
-        write(mixed([0.5]), tmp_path / "net", "fp32")
 
 
 # From a file

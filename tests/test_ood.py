@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pwfn import DataError
-from pwfn.evaluate.ood import SHIFTS, open_ood
+from pwfn.lab.uncertainty.ood import SHIFTS, open_ood
 from pwfn.zoo import data
 from pwfn.zoo.data import Data, DataOptions
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from pwfn import DataError, WeightError, load
 from pwfn.bayes.fold_batchnorm import fold_batchnorm
-from pwfn.evaluate.assess import Rival, assess
 from pwfn.evaluate.ensemble import ensemble, point
-from pwfn.evaluate.recalibration import Recalibration
+from pwfn.lab.uncertainty.assess import Rival, assess
+from pwfn.lab.uncertainty.recalibration import Recalibration
 from pwfn.zoo.data import DataOptions, open_source
 from pwfn.zoo.models import digits_resnet
 

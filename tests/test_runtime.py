@@ -1,4 +1,4 @@
-"""Running from indices: equal to the dense model, held in as few bytes as the report says."""
+"""Inference from indices: equal to the dense model, and as small as the report says."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Tied, convnet, tiny_gpt2
 from torch import Tensor, nn
 
 import pwfn
 from pwfn import Compressed, Layout, LayoutError, WeightError
-from pwfn.file.compressed import Divide, index_dtype
+from pwfn.file.compressed import Divide
 from pwfn.layout import untouched
 from pwfn.runtime import (
-    IndexedConv,
     IndexedEmbedding,
     IndexedLinear,
     IndexedWeight,
     expand,
+    index_dtype,
     indexed_linear,
     library,
     memory_report,
 )
-from pwfn.zoo.models import ready_torchvision
 
 SIZES = (1, 127, 1025)
 ROOT = Path(__file__).parent.parent
@@ -45,7 +45,7 @@ def drawn(rows: int, columns: int, size: int, parts: int = 1) -> tuple[Tensor, T
 
 
 def compressed(model: nn.Module, values: int = 7, divide: Divide | None = None, **layout: Any) -> Compressed:
-    """The model with as many distinct values drawn from anew."""
+    """The model with new weights of that many values."""
     lay = Layout.of(model, **layout)
     generator = torch.Generator().manual_seed(0)
     palette = torch.randn(values, generator=generator) * 0.3
@@ -53,11 +53,11 @@ def compressed(model: nn.Module, values: int = 7, divide: Divide | None = None, 
     return Compressed.of(lay, vector, None, untouched(model, lay), divide=divide)
 
 
-def both(model: nn.Module, tile: int | None = None, **settings: Any) -> tuple[nn.Module, nn.Module]:
+def both(model: nn.Module, **settings: Any) -> tuple[nn.Module, nn.Module]:
     """The dense model and the one from indices."""
     small = compressed(model, **settings)
     dense = small.apply_to(copy.deepcopy(model))
-    return dense.eval(), small.apply_to(copy.deepcopy(model), weights="indices", tile=tile).eval()
+    return dense.eval(), small.apply_to(copy.deepcopy(model), weights="indices").eval()
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -72,7 +72,7 @@ def test_indexed_linear_is_linear_of_the_looked_up_weight(rows: int, columns: in
         assert torch.equal(indexed_linear(x, indices, palettes[0], bias), wanted)
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 255, 256, 257, 300])
+@pytest.mark.parametrize("size", [1, 2, 16, 256, 257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_palettes_of_all_sizes_and_types(size: int, dtype: torch.dtype) -> None:
     indices, palettes = drawn(9, 127, size)
@@ -82,16 +82,12 @@ def test_palettes_of_all_sizes_and_types(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(expand(indices.int(), palette), palette[indices.long()])
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_each_part_has_its_palette(axis: int) -> None:
     indices, palettes = torch.randint(0, 5, (6, 4, 8), dtype=torch.uint8), torch.randn(2, 5)
     halves = indices.chunk(2, axis)
     wanted = torch.cat([palettes[i][half.long()] for i, half in enumerate(halves)], axis)
     assert torch.equal(expand(indices, palettes, axis), wanted)
-    for start, count in ((0, 1), (1, 3), (indices.shape[axis] - 1, 1)):
-        taken = indices.narrow(axis, start, count)
-        made = expand(taken, palettes, axis, start, indices.shape[axis])
-        assert torch.equal(made, wanted.narrow(axis, start, count))
 
 
 def test_parts_of_a_large_tensor_are_right_across_its_pieces() -> None:
@@ -105,29 +101,27 @@ def test_parts_of_a_large_tensor_are_right_across_its_pieces() -> None:
     ("change", "words"),
     [
         ({"indices": torch.zeros(2, 3, dtype=torch.int64)}, "indices are torch.int64"),
-        ({"indices": torch.zeros(6, dtype=torch.uint8)}, r"shape \(2, 3\) does not fit .* \(6,\)"),
+        ({"indices": torch.zeros(6, dtype=torch.uint8)}, r"shape \(2, 3\) .* \(6,\)"),
         ({"palettes": torch.zeros(0)}, r"shape \(0,\)"),
         ({"palettes": torch.zeros(4, dtype=torch.int32)}, "floating-point"),
-        ({"palettes": torch.zeros(4, device="meta")}, "indices lie on cpu, palettes on meta"),
-        ({"palettes": torch.zeros(3, 4)}, "2 rows cannot be cut into 3"),
-        ({"x": torch.zeros(2, 4)}, "last axis"),
-        ({"x": torch.zeros(2, 3).bfloat16()}, "the input is torch.bfloat16.*bring both"),
-        ({"bias": torch.zeros(3)}, r"the bias has shape \(3,\) for 2 outputs"),
+        ({"palettes": torch.zeros(4, device="meta")}, "on cpu, .* on meta"),
+        ({"palettes": torch.zeros(3, 4)}, "2 rows .* 3"),
+        ({"x": torch.zeros(2, 4)}, r"shape \(2, 4\)"),
+        ({"x": torch.zeros(2, 3).bfloat16()}, "torch.bfloat16"),
+        ({"bias": torch.zeros(3)}, r"bias has shape \(3,\)"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Tensor], words: str) -> None:
-    sound = {
-        "x": torch.zeros(2, 3),
-        "indices": torch.zeros(2, 3, dtype=torch.uint8),
-        "palettes": torch.zeros(4),
-    }
+    indices = torch.zeros(2, 3, dtype=torch.uint8)
     with pytest.raises(WeightError, match=words):
-        indexed_linear(**{**sound, **change})
+        indexed_linear(**{"x": torch.zeros(2, 3), "indices": indices, "palettes": torch.zeros(4), **change})
 
 
 def test_an_index_beyond_the_palette_is_refused() -> None:
     with pytest.raises(WeightError, match="from 3 to 3 do not fit a palette of 3"):
         IndexedWeight(torch.full((2, 2), 3, dtype=torch.uint8), torch.zeros(1, 3))
+    with pytest.raises(WeightError, match="along axis 1 into 2 parts"):
+        expand(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(2, 3), 1)
 
 
 @pytest.mark.parametrize("name", library.SCHEMAS)
@@ -136,7 +130,7 @@ def test_an_index_beyond_the_palette_is_refused() -> None:
 def test_opcheck(name: str) -> None:
     indices, palettes = drawn(6, 9, 13, parts=2)
     cases: dict[str, list[tuple[Any, ...]]] = {
-        "expand": [(indices, palettes, 0, 0, 6), (indices[1:3], palettes, 0, 1, 6)],
+        "expand": [(indices, palettes, 0)],
         "indexed_linear": [
             (torch.randn(2, 3, 9, requires_grad=True), indices, palettes, torch.randn(6)),
             (torch.randn(9), indices, palettes, None),
@@ -164,64 +158,31 @@ CONVOLUTIONS = {
     "1d": (nn.Conv1d(4, 6, 3), (2, 4, 11)),
     "2d": (nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 9, 11)),
     "3d": (nn.Conv3d(2, 4, 2, bias=False), (1, 2, 4, 5, 6)),
-    "same": (nn.Conv2d(4, 6, 3, padding="same", dilation=2), (2, 4, 9, 9)),
     "grouped": (nn.Conv2d(6, 9, 3, groups=3), (2, 6, 7, 7)),
-    "depthwise": (nn.Conv2d(5, 10, 3, groups=5, bias=False), (2, 5, 7, 7)),
     "reflected": (nn.Conv2d(4, 6, 3, padding=2, padding_mode="reflect"), (2, 4, 7, 7)),
-    "circular": (nn.Conv1d(4, 6, 3, padding=2, padding_mode="circular"), (2, 4, 7)),
-    "transposed": (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
-    "transposed, grouped": (nn.ConvTranspose1d(6, 9, 3, stride=2, groups=3), (2, 6, 5)),
-    "transposed 3d": (nn.ConvTranspose3d(2, 4, 2, padding=1), (1, 2, 4, 4, 4)),
-    "without a batch": (nn.Conv2d(4, 6, 3), (4, 7, 7)),
+    "transposed": (nn.ConvTranspose1d(6, 9, 3, stride=2, groups=3), (2, 6, 5)),
 }
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
-@pytest.mark.parametrize("divided", [None, 0, 1])
-def test_convolutions_of_every_kind(kind: str, divided: int | None) -> None:
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_convolutions_of_every_kind(kind: str, axis: int | None) -> None:
     layer, shape = CONVOLUTIONS[kind]
 
     def divide(entry: Any) -> tuple[int, int]:
-        axis = divided if divided is not None and len(entry.shape) > 1 else 0
-        return axis, entry.shape[axis] if len(entry.shape) > 1 else 1
+        return (axis or 0, entry.shape[axis or 0]) if len(entry.shape) > 1 else (0, 1)
 
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    for tile in (None, 1, 2, 4, 100):
-        dense, small = both(nn.Sequential(layer), tile, divide=divide if divided is not None else None)
-        made, wanted = small(x), dense(x)
-        assert isinstance(small[0], IndexedConv)
-        assert torch.equal(small[0].weight, dense[0].weight)
-        if tile is None:
-            assert torch.equal(made, wanted)
-        assert torch.allclose(made, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_a_transposed_convolution_takes_an_output_size() -> None:
-    dense, small = both(nn.Sequential(nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1)))
-    x = torch.randn(1, 3, 5, 5)
-    for size in ([9, 9], [10, 9], [10, 10]):
-        assert torch.equal(small[0](x, output_size=size), dense[0](x, output_size=size))
-    with pytest.raises(WeightError, match="not within reach"):
-        small[0](x, output_size=[11, 9])
-
-
-def test_a_tile_bounds_the_dense_weight() -> None:
-    layer = IndexedConv(
-        nn.Conv2d(3, 8, 3), IndexedWeight(torch.zeros(8, 3, 3, 3, dtype=torch.uint8), torch.ones(1, 1))
-    )
-    assert layer.transient_bytes == 8 * 27 * 4
-    assert "dense during its call: whole" in repr(layer)
-    grouped = IndexedConv(
-        nn.Conv2d(8, 8, 3, groups=4), IndexedWeight(torch.zeros(8, 2, 3, 3).byte(), torch.ones(1, 1)), 3
-    )
-    assert grouped.transient_bytes == 2 * 18 * 4  # whole groups of two channels
-    assert "3 output channels at a time" in repr(grouped)
-    with pytest.raises(WeightError, match="tile is 0"):
-        IndexedConv(nn.Conv2d(3, 8, 3), layer.indexed, 0)
+    dense, small = both(nn.Sequential(layer), divide=divide if axis is not None else None)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    assert torch.equal(small[0].weight, dense[0].weight)
+    assert torch.equal(small(x), dense(x))
+    small(x).sum().backward()
+    assert x.grad is not None
+    assert "weight" not in dict(small[0].named_parameters())
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_linear_layer_with_several_codebooks(axis: int) -> None:
+def test_layers_with_several_codebooks(axis: int) -> None:
     def divide(entry: Any) -> tuple[int, int]:
         return (axis, entry.shape[axis]) if len(entry.shape) > 1 else (0, 1)
 
@@ -229,52 +190,6 @@ def test_a_linear_layer_with_several_codebooks(axis: int) -> None:
     assert small[0].indexed.palettes.shape[0] == (4 if axis == 0 else 6)
     x = torch.randn(3, 6)
     assert torch.equal(small(x), dense(x))
-
-
-def test_a_long_codebook_is_cut_to_what_a_layer_uses() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(40, 40))
-    dense, small = both(model, values=300)
-    assert small[0].indexed.indices.dtype == torch.uint8
-    assert small[0].indexed.palettes.shape[1] <= 64
-    assert small[1].indexed.indices.dtype == torch.int16
-    assert all(torch.equal(a.weight, b.weight) for a, b in zip(small, dense, strict=True))
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.middle = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.middle(self.embedding(x)))
-
-
-def test_tied_weights_stay_one() -> None:
-    dense, small = both(Tied())
-    x = torch.arange(11)
-    for model in (small, copy.deepcopy(small), copy.deepcopy(small).double().float()):
-        assert isinstance(model.embedding, IndexedEmbedding)
-        assert isinstance(model.head, IndexedLinear)
-        assert model.embedding.indexed is model.head.indexed
-        assert torch.equal(model(x), dense(x))
-    report = memory_report(small)
-    assert report.index_bytes == 66 + 36
-    assert report.dense_bytes == 4 * (66 + 36 + 6)
-
-
-def test_a_module_used_twice_is_replaced_everywhere() -> None:
-    shared = nn.Linear(4, 4)
-    dense, small = both(nn.Sequential(shared, nn.ReLU(), shared))
-    assert small[0] is small[2]
-    x = torch.randn(2, 4)
-    assert torch.equal(small(x), dense(x))
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_an_embedding_with_several_codebooks(axis: int) -> None:
     dense, small = both(
         nn.Sequential(nn.Embedding(6, 4)), divide=lambda e: (axis, 2), include=["type:Embedding"]
     )
@@ -282,36 +197,50 @@ def test_an_embedding_with_several_codebooks(axis: int) -> None:
     assert torch.equal(small(x), dense(x))
 
 
+def test_a_long_codebook_is_cut_to_what_a_layer_uses() -> None:
+    dense, small = both(nn.Sequential(nn.Linear(8, 8), nn.Linear(40, 40)), values=300)
+    assert small[0].indexed.indices.dtype == torch.uint8
+    assert small[0].indexed.palettes.shape[1] <= 64
+    assert small[1].indexed.indices.dtype == torch.int16
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(small, dense, strict=True))
+
+
+def test_tied_weights_and_shared_modules_stay_one() -> None:
+    dense, small = both(Tied())
+    x = torch.arange(11)
+    for model in (small, copy.deepcopy(small), copy.deepcopy(small).double().float()):
+        assert isinstance(model.embedding, IndexedEmbedding)
+        assert isinstance(model.head, IndexedLinear)
+        assert model.embedding.indexed is model.head.indexed
+        assert model.first is model.second
+        assert torch.equal(model(x), dense(x))
+    report = memory_report(small)
+    assert report.index_bytes == 66 + 36
+    # The bias, four vectors and a counter of BatchNorm, two buffers.
+    assert report.dense_bytes == 4 * (66 + 36 + 6) + 4 * 4 * 6 + 8 + 2 * 4
+
+
 @pytest.mark.parametrize("settings", [{}, {"kdim": 5, "vdim": 7}])
 # torch's own word on the nested tensors of its fast path.
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
 def test_attention_reads_its_projections_as_dense(settings: dict[str, int]) -> None:
     dense, small = both(nn.MultiheadAttention(8, 2, batch_first=True, **settings))
-    q, k, v = (
-        torch.randn(2, 3, 8),
-        torch.randn(2, 4, settings.get("kdim", 8)),
-        torch.randn(2, 4, settings.get("vdim", 8)),
-    )
+    widths = (8, settings.get("kdim", 8), settings.get("vdim", 8))
+    q, k, v = (torch.randn(2, 4, width) for width in widths)
     for mode in (torch.enable_grad(), torch.inference_mode()):
         with mode:
             assert torch.allclose(small(q, k, v)[0], dense(q, k, v)[0], rtol=1e-5, atol=1e-6)
     assert isinstance(small, nn.MultiheadAttention)
-    names = {held.name for held in memory_report(small).transient}
-    assert names == {
+    packed = ["in_proj_weight"] if not settings else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    assert {held.name for held in memory_report(small).transient} == {
         "out_proj",
-        *(
-            f"indexed_{n}"
-            for n in (
-                ["in_proj_weight"] if not settings else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
-            )
-        ),
+        *(f"indexed_{name}" for name in packed),
     }
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
 def test_a_transformer_of_torch() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    dense, small = both(nn.TransformerEncoder(layer, 2))
+    dense, small = both(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2))
     x = torch.randn(2, 5, 8)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     for settings in ({}, {"src_key_padding_mask": padding}):
@@ -321,12 +250,7 @@ def test_a_transformer_of_torch() -> None:
 
 
 def test_conv1d_of_transformers() -> None:
-    ready_torchvision()
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=6, bos_token_id=0, eos_token_id=0
-    )
-    dense, small = both(transformers.GPT2LMHeadModel(config))
+    dense, small = both(tiny_gpt2())
     x = torch.arange(6)[None]
     assert isinstance(small.transformer.h[0].attn.c_attn, IndexedLinear)
     assert small.lm_head.indexed is small.transformer.wte.indexed
@@ -346,7 +270,7 @@ def test_a_layer_with_its_own_code_keeps_it() -> None:
     assert torch.equal(small[0](x), dense[0](x))
     assert torch.equal(small[1](x, x), dense[1](x, x))
     reasons = {held.name: held.reason for held in memory_report(small).transient}
-    assert "Own runs its own code" in reasons["0.indexed_weight"]
+    assert "Own" in reasons["0.indexed_weight"]
     assert "Bilinear" in reasons["1.indexed_weight"]
 
 
@@ -358,20 +282,14 @@ def test_what_cannot_be_indexed_stays_dense_and_says_so() -> None:
     x = torch.randn(3, 1, 4)
     assert torch.equal(small["rnn"](x)[0], dense["rnn"](x)[0])
     reasons = {held.name: held.reason for held in memory_report(small).kept_dense}
-    assert reasons["rnn.weight_ih_l0"] == "LSTM keeps its weights in a list of its own"
+    assert "LSTM" in reasons["rnn.weight_ih_l0"]
     assert "max_norm" in reasons["rows.weight"]
-    assert reasons["last.bias"].startswith("a vector")
+    assert "vector" in reasons["last.bias"]
     assert "last.weight" not in reasons
 
 
-def network() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5)
-    )
-
-
 def test_the_report_counts_every_byte() -> None:
-    _, small = both(network(), values=7)
+    _, small = both(convnet(), values=7)
     report = memory_report(small)
     weights, biases, norm = 8 * 27 + 128 * 5, 8 + 5, 4 * 8 * 4 + 8
     assert report.index_bytes == weights
@@ -382,25 +300,24 @@ def test_the_report_counts_every_byte() -> None:
     assert report.largest_transient_bytes == 128 * 5 * 4
     assert report.resident_bytes == sum(t.nbytes for t in small.state_dict().values())
     reasons = {held.name: held.reason for held in report.kept_dense}
-    assert reasons["1.weight"] == "BatchNorm2d: normalisation stays in full precision"
-    assert reasons["0.bias"].startswith("a vector")
+    assert "normalisation" in reasons["1.weight"]
     assert "1.running_mean" in reasons
     text = str(report)
     assert f"{report.resident_bytes:,} bytes at rest" in text
-    assert "dense during a call: 0, 864 bytes: convolution" in text
+    assert "dense during a call: 0.indexed_weight, 864 bytes: Conv2d" in text
 
 
-def test_no_dense_weight_is_held() -> None:
-    _, small = both(network())
+def test_no_dense_weight_is_held_after_a_call() -> None:
+    _, small = both(convnet())
     small(torch.randn(2, 3, 4, 4))
     floating = [t for t in (*small.parameters(), *small.buffers()) if t.is_floating_point()]
     assert max(t.numel() for t in floating) == 8
 
 
 def test_saves_loads_copies_and_changes_type() -> None:
-    dense, small = both(network())
+    dense, small = both(convnet())
     x = torch.randn(2, 3, 4, 4)
-    other = compressed(network(), values=7).apply_to(network(), weights="indices").eval()
+    other = compressed(convnet()).apply_to(convnet(), weights="indices").eval()
     buffer = io.BytesIO()
     torch.save(small.state_dict(), buffer)
     buffer.seek(0)
@@ -413,13 +330,12 @@ def test_saves_loads_copies_and_changes_type() -> None:
     wanted = copy.deepcopy(dense).to(torch.bfloat16)(x.bfloat16())
     assert torch.equal(narrow(x.bfloat16()), wanted)
     last = copy.deepcopy(small).to(memory_format=torch.channels_last)
-    assert last[0].indexed.indices.is_contiguous(memory_format=torch.channels_last)
     assert last[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.allclose(last(x), dense(x), rtol=1e-5, atol=1e-6)
 
 
 def test_autocast_works_as_for_dense_layers() -> None:
-    dense, small = both(network())
+    dense, small = both(convnet())
     x = torch.randn(2, 3, 4, 4)
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         made, wanted = small(x), dense(x)
@@ -427,47 +343,34 @@ def test_autocast_works_as_for_dense_layers() -> None:
     assert torch.equal(made, wanted)
 
 
-def test_a_model_in_a_narrow_type_gets_its_values_in_that_type() -> None:
-    small = compressed(network())
-    dense = small.apply_to(network().to(torch.bfloat16)).eval()
-    made = small.apply_to(network().to(torch.bfloat16), weights="indices").eval()
-    x = torch.randn(2, 3, 4, 4).bfloat16()
-    assert torch.equal(made(x), dense(x))
-
-
-def test_a_model_without_memory_of_its_own() -> None:
-    small = compressed(network())
+def test_a_narrow_model_and_one_without_memory(tmp_path: Path) -> None:
+    """Also from a file."""
+    compressed(convnet()).save(tmp_path / "net.pwfn")
+    small = pwfn.load(tmp_path / "net.pwfn")
+    x = torch.randn(2, 3, 4, 4)
+    narrow = small.apply_to(convnet().bfloat16(), weights="indices").eval()
+    assert torch.equal(narrow(x.bfloat16()), small.apply_to(convnet().bfloat16()).eval()(x.bfloat16()))
     with torch.device("meta"):
-        empty = network()
+        empty = convnet()
     made = small.apply_to(empty, weights="indices").eval()
     assert not any(t.is_meta for t in made.state_dict().values())
-    x = torch.randn(2, 3, 4, 4)
-    assert torch.equal(made(x), small.apply_to(network()).eval()(x))
-
-
-def test_from_a_file(tmp_path: Path) -> None:
-    net = pwfn.GaussianNetwork(network())
-    net.fix(1.0)
-    net.finish().save(tmp_path / "small.pwfn")
-    loaded = pwfn.load(tmp_path / "small.pwfn")
-    x = torch.randn(2, 3, 4, 4)
-    made = loaded.apply_to(network(), weights="indices").eval()
-    assert torch.equal(made(x), loaded.apply_to(network()).eval()(x))
+    assert torch.equal(made(x), small.apply_to(convnet()).eval()(x))
 
 
 def test_a_model_that_is_one_layer_comes_back_as_another() -> None:
     dense, small = both(nn.Linear(4, 3))
     assert isinstance(small, IndexedLinear)
     assert torch.equal(small(torch.ones(4)), dense(torch.ones(4)))
-    assert memory_report(small).kept_dense[0].reason.startswith("a vector")
+    assert "vector" in memory_report(small).kept_dense[0].reason
 
 
-def test_hooks_go_along_or_are_refused() -> None:
-    model, seen = nn.Sequential(nn.Linear(4, 3)), []
-    model[0].register_forward_hook(lambda *_: seen.append(1))
+def test_hooks_are_kept_or_refused() -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 3), nn.Conv1d(3, 3, 1)), []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seen.append(1))
     small = compressed(model).apply_to(model, weights="indices")
-    small(torch.ones(4))
-    assert seen == [1]
+    small[1](small[0](torch.ones(1, 4)).t())
+    assert seen == [1, 1]
     other = nn.Sequential(nn.Linear(4, 3))
     other[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(LayoutError, match="Linear has backward hooks"):
@@ -475,10 +378,9 @@ def test_hooks_go_along_or_are_refused() -> None:
 
 
 def test_a_wrong_choice_or_model_is_named() -> None:
-    small = compressed(network())
-    for settings in ({"weights": "sparse"}, {"tile": 3}):
-        with pytest.raises(WeightError, match="'dense', or 'indices'"):
-            small.apply_to(network(), **settings)
+    small = compressed(convnet())
+    with pytest.raises(WeightError, match="'sparse': allowed is 'dense' or 'indices'"):
+        small.apply_to(convnet(), weights="sparse")
     with pytest.raises(LayoutError, match=r"the model does not match: 0\.bias is absent in the model"):
         small.apply_to(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)), weights="indices")
 
@@ -486,59 +388,49 @@ def test_a_wrong_choice_or_model_is_named() -> None:
 # torch's own deprecations, met while it traces.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_can_be_exported_as_a_graph() -> None:
-    dense, small = both(network())
+    dense, small = both(convnet())
     x = torch.randn(2, 3, 4, 4)
     graph = torch.export.export(small, (x,))
     assert "pwfn.indexed_linear" in str(graph.graph)
     assert torch.allclose(graph.module()(x), dense(x), rtol=1e-5, atol=1e-6)
 
 
-def run(program: str, path: str = "") -> str:
+def run(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, *command],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
 
 
 def test_kernels_are_registered_where_triton_is_and_it_is_not_imported(tmp_path: Path) -> None:
     program = (
-        "import sys, torch, pwfn.runtime.library as library\n"
+        "import torch, pwfn.runtime.library as library\n"
         "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
         "print([has('pwfn::' + name, 'CUDA') for name in library.SCHEMAS])"
     )
-    assert run("import sys; sys.modules['triton'] = None\n" + program) == "[False, False]"
+    source = str(ROOT / "src")
+    hidden = "import sys; sys.modules['triton'] = None\n" + program
+    assert run("-c", hidden, PYTHONPATH=source) == "[False, False]"
     (tmp_path / "triton.py").write_text("raise RuntimeError('imported')")
-    assert run(program, str(tmp_path)) == "[True, True]"
+    assert run("-c", program, PYTHONPATH=f"{tmp_path}{os.pathsep}{source}") == "[True, True]"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_kernels_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / "tests/gpu/test_runtime.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout
+    tests = str(ROOT / "tests/gpu/test_runtime.py")
+    run("-m", "pytest", "-p", "no:cacheprovider", tests, TRITON_INTERPRET="1")
 
 
-def test_the_benchmark_prints_one_line_a_case() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/inference.py"), "--quick", "--device", "cpu"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+def test_the_benchmark_prints_one_line_per_case() -> None:
+    program = str(ROOT / "benchmarks/inference.py")
+    lines = run(program, "--quick", "--device", "cpu", PYTHONPATH=str(ROOT / "src")).splitlines()
+    found = [json.loads(line) for line in lines]
     keys = {"case", "ratio", "ours_s", "rival_s", "rival", "ours_bytes", "rival_bytes", "device", "versions"}
-    assert len(lines) >= 3
-    assert all(keys <= line.keys() for line in lines)
-    assert all(line["ours_bytes"] < line["rival_bytes"] for line in lines)
+    assert len(found) >= 3
+    assert all(keys <= line.keys() for line in found)
+    assert all(line["ours_bytes"] < line["rival_bytes"] for line in found)

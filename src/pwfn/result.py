@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Result:
     states: tuple[State, ...] = ()  # after each round, where there was a target
     choice: Choice | None = None  # of one of them
     target_met: bool | None = None  # by the figures at the end
+    saved_bytes: int | None = None  # of the file of a run in a folder
 
     def save(
         self, path: str | Path, *, posterior: str | None = None, record: Mapping[str, Any] | None = None
@@ -52,7 +53,22 @@ class Result:
     @cached_property
     def file_bytes(self) -> int:
         """Size of the .pwfn file."""
-        return len(dumps(self.compressed))
+        return len(dumps(self.compressed)) if self.saved_bytes is None else self.saved_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain values: the content of ``record.json`` and of ``pwfn compress --json``."""
+        return {
+            "before": self.before.to_dict() if self.before else None,
+            "after": self.after.to_dict() if self.after else None,
+            **asdict(self.summary.whole),
+            "file_bytes": self.file_bytes,
+            "fp32_bytes": fp32_bytes(self.compressed),
+            "epochs": self.epochs,
+            "seconds": self.seconds,
+            **({"choice": asdict(self.choice), "target_met": self.target_met} if self.choice else {}),
+            "rounds": [done.to_dict() for done in self.rounds],
+            "states": [state.to_dict() for state in self.states],
+        }
 
     def verdict(self) -> str:
         """The outcome in one sentence."""
@@ -77,6 +93,8 @@ class Result:
         lines["values"] = f"{whole.unique}, with {whole.entropy_bits:.2f} bits of entropy per weight"
         lines["powers of two"] = f"{whole.power_of_two_share:.1%} (zeros, {whole.zero_share:.1%}, included)"
         lines["training"] = f"{self.epochs:.4g} epochs, {len(self.rounds)} rounds, {self.seconds:.0f} s"
+        if self.choice is not None:
+            lines["kept"] = self.choice.why
         lines["verdict"] = self.verdict()
         return lines
 

@@ -8,7 +8,6 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import constriction
 import numpy as np
@@ -30,8 +29,7 @@ class Content:
     untouched: dict[str, bytes]  # little-endian numbers
 
 
-def read(path: Path) -> Content:
-    data = Path(path).read_bytes()
+def read(data: bytes) -> Content:
     magic, version, flags, header_bytes, content_bytes, crc32 = struct.unpack("<8sHHIII", data[:24])
     assert (magic, version, flags) == (bytes.fromhex("895057464E0D0A1A"), 1, 0)
     packed = data[24 : 24 + header_bytes]

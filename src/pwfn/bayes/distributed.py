@@ -1,12 +1,12 @@
-"""The processes of a run: one alone, or several that train together and must agree.
+"""The processes of a run: one, or several that train together and must agree.
 
-Launchers (torchrun, accelerate launch) say by environment variables how many processes there are;
-Accelerate's process state reads them, joins the processes and gives each its device.
+Launchers (torchrun, accelerate launch) set environment variables with the number of processes.
+Accelerate's process state reads them, connects the processes and gives each its device.
 
-Gradients are averaged by one call after the backward pass, not by DistributedDataParallel: the
+Gradients are averaged by one call after the backward pass, not by DistributedDataParallel. The
 compressed weights are one vector, whose gradient is complete only at the end of that pass, so that
-there is nothing to overlap; and the mask and the centres of fixed weights are buffers, which DDP
-would send with every step.
+communication could not overlap with it. DDP would also send the mask and the centres of the fixed
+weights, which are buffers, at every step.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import distributed as dist
 from pwfn.errors import ConfigError, PeerError, PwfnError, cause
 
 T = TypeVar("T")
-_SMALL = 2**20  # elements: gradients below it travel together
+_SMALL = 2**20  # elements: gradients below this size are sent together
 
 
 class Distributed:
-    """A run in one process. :class:`Processes` is the same for several.
+    """A run in one process; :class:`Processes` has the same interface for several.
 
     >>> Distributed(torch.device("cpu")).gather("mine")
     ['mine']
@@ -44,7 +44,7 @@ class Distributed:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes and speaks for all."""
+        """Whether this is the first process, which writes and prints for all."""
         return self.rank == 0
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
@@ -54,14 +54,14 @@ class Distributed:
         """Each gradient becomes its mean over the processes; one that no process has stays None."""
 
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes that of the first process."""
+        """Each tensor becomes a copy of the first process's."""
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over the processes."""
         return tensor
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each number over the processes; no device is waited for."""
+        """The maximum of each number over the processes, without waiting for a device."""
         return list(numbers)
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,11 +69,11 @@ class Distributed:
         return [value]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Do work in the first process alone, and give what it returned to all; an error ends all."""
+        """Do work in the first process only and return its result in all; an error is raised in all."""
         return work()
 
     def check_alike(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Stop the run unless every process has the same bits."""
+        """Raise an error unless the tensors are bit-identical in all processes."""
 
 
 class Processes(Distributed):
@@ -82,21 +82,21 @@ class Processes(Distributed):
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
         super().__init__(device)
         self.rank, self.world = rank, world
-        # Small messages go by way of the CPU, so that asking never waits for the device, and a
-        # process that has died is noticed at the next step, whatever the devices talk by.
+        # Small messages are sent from the CPU with gloo: they do not wait for the device, and a process that
+        # has died is noticed at the next step.
         self._control: dist.ProcessGroup | None = None
         if dist.get_backend() != "gloo":
             self._control = dist.new_group(backend="gloo")
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum over the processes, divided by their number."""
+        """The sum over the processes, divided by their number."""
         for tensor in tensors:
-            with self._talking():
+            with self._connected():
                 dist.all_reduce(tensor)
             tensor.div_(self.world)
 
     def average_gradients_(self, parameters: Sequence[Tensor]) -> None:
-        """Large gradients one by one, small ones in one parcel; one that a process lacks counts as zero."""
+        """Large gradients one by one, small ones together; a gradient missing in a process counts as zero."""
         used = self.largest([int(parameter.grad is not None) for parameter in parameters])
         gradients = []
         for parameter, is_used in zip(parameters, used, strict=True):
@@ -115,34 +115,34 @@ class Processes(Distributed):
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast from the first process."""
         for tensor in tensors:
-            with self._talking():
+            with self._connected():
                 dist.broadcast(tensor, 0)
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum, the same on every process."""
         whole = tensor.clone()
-        with self._talking():
+        with self._connected():
             dist.all_reduce(whole)
         return whole
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Asked by way of the CPU."""
+        """Computed on the CPU."""
         if not numbers:
             return []
         asked = torch.tensor(numbers)
-        with self._talking():
+        with self._connected():
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._control)
         return [int(number) for number in asked]
 
     def gather(self, value: Any) -> list[Any]:
         """In order of rank."""
         found: list[Any] = [None] * self.world
-        with self._talking():
+        with self._connected():
             dist.all_gather_object(found, value, group=self._control)
         return found
 
     def first(self, work: Callable[[], T]) -> T:
-        """The others wait; where the first fails, they fail with its sentence."""
+        """The others wait; if the first fails, they fail with its message."""
         answer: list[Any] = [None, None]
         failure: PwfnError | None = None
         if self.leads:
@@ -150,7 +150,7 @@ class Processes(Distributed):
                 answer[0] = work()
             except PwfnError as raised:
                 failure, answer[1] = raised, (str(raised), raised.exit_status)
-        with self._talking():
+        with self._connected():
             dist.broadcast_object_list(answer, 0, group=self._control)
         if failure is not None:
             raise failure
@@ -171,23 +171,23 @@ class Processes(Distributed):
         if len(set(every)) > 1:
             listed = ", ".join(f"process {rank} {found}" for rank, found in enumerate(every))
             raise PeerError(
-                f"{what} differ between the processes ({listed}): the devices do not compute alike; use the "
-                "same kind of device and the same versions everywhere, and go on with --resume"
+                f"{what} differ between the processes ({listed}): use the same kind "
+                "of device and the same versions everywhere, then resume with --resume"
             )
 
     @contextmanager
-    def _talking(self) -> Iterator[None]:
+    def _connected(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # gloo's and NCCL's own are of this class
+        except RuntimeError as error:  # the errors of gloo and NCCL are subclasses
             raise PeerError(
-                f"process {self.rank} of {self.world} has lost the others ({cause(error)[:120]}): one has "
-                "ended, and its own message says why; go on with --resume"
+                f"process {self.rank} of {self.world} has lost the others ({cause(error)[:120]}): one of "
+                "them has ended, see its message; then resume with --resume"
             ) from error
 
 
 def launched() -> int:
-    """How many processes this one was launched with: more than one under torchrun and its like."""
+    """The number of processes of this launch: more than one under torchrun and the like."""
     try:
         return int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError:
@@ -195,7 +195,7 @@ def launched() -> int:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """A device by name, tried out; one that cannot be used is an error."""
+    """A device by name; an error if it cannot be used."""
     try:
         chosen = torch.device(device)
         torch.zeros(1, device=chosen).item()
@@ -217,15 +217,15 @@ def _why(device: torch.device | str) -> str:
 
 
 def distributed_for(device: torch.device | str | None, *, alone: bool = False) -> Distributed:
-    """The distributed that this process was launched in, on a device by name: CUDA where there is, for None.
+    """The processes of this launch, on a device by name; None: CUDA if there is a device, else the CPU.
 
-    With several processes the kind of device (``cpu``, ``cuda``) counts, and not its number: each
-    process has the device of its place on its machine. ``alone``: a distributed of one in any case.
+    With several processes only the kind of device (``cpu``, ``cuda``) matters: each process uses the
+    device with its local rank. ``alone``: one process in any case.
     """
     wanted = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if alone or launched() == 1:
         return Distributed(usable_device(wanted))
-    # Not tried out here: every process would take memory of the first device.
+    # The device is not tried here: every process would take memory of the first one.
     cpu = str(wanted) == "cpu"
     if not cpu and not torch.cuda.is_available():
         usable_device(wanted)
@@ -233,17 +233,17 @@ def distributed_for(device: torch.device | str | None, *, alone: bool = False) -
         from accelerate import PartialState
     except ImportError as error:
         raise PwfnError(
-            "a run of several processes needs accelerate: pip install 'pwfn[accelerate]'"
+            "a run with several processes needs accelerate: pip install 'pwfn[accelerate]'"
         ) from error
     try:
         state = PartialState(cpu=cpu)
     except (RuntimeError, ValueError) as error:
-        raise PeerError(f"the processes of this run cannot reach each other: {cause(error)}") from error
+        raise PeerError(f"the processes of this run cannot connect: {cause(error)}") from error
     if state.num_processes == 1:
         return Distributed(usable_device(wanted))
     if (state.device.type == "cpu") != cpu:
         raise PeerError(
-            f"the processes were joined on {state.device.type} before, and the run is to use {wanted}: "
+            f"the processes are already connected on {state.device.type}, but the run is to use {wanted}: "
             "use one kind of device"
         )
     atexit.register(_leave)
@@ -251,15 +251,15 @@ def distributed_for(device: torch.device | str | None, *, alone: bool = False) -
 
 
 def _leave() -> None:
-    """End the talk in order: threads that still listen as the interpreter ends would abort it."""
+    """Disconnect: threads that still listen when the interpreter ends would abort it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def end_process(status: int) -> NoReturn:
-    """End a command with a status; one of several processes at once, without winding down.
+    """End a command with a status; one of several processes ends at once, without cleaning up.
 
-    As torch's threads wind down after the peers have gone, they now and then abort the process, and
+    While torch's threads are torn down after the peers have gone, they sometimes abort the process, and
     its status is lost.
     """
     if launched() > 1:

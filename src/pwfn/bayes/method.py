@@ -58,6 +58,17 @@ class WeightState(NamedTuple):
     sigma: Tensor | None = None  # where weights are distributions
     fixed: Tensor | None = None  # which of them are fixed; None: all
 
+    def sigma_quartiles(self) -> tuple[float, float, float] | None:
+        """Quartiles of sigma over the free weights; zeros where none is free."""
+        if self.sigma is None or self.fixed is None:
+            return None
+        values = self.sigma[~self.fixed]
+        if values.numel() == 0:
+            return (0.0, 0.0, 0.0)
+        at = [round(q * (values.numel() - 1)) for q in (0.25, 0.5, 0.75)]
+        low, middle, high = (float(values.kthvalue(position + 1).values) for position in at)
+        return (low, middle, high)
+
 
 @dataclass(frozen=True)
 class DataProbe:
@@ -113,6 +124,11 @@ class Method(WeightNetwork):
         found = self.weights()
         pieces = [found[entry.name].detach().reshape(-1) for entry in self.layout.entries]
         return WeightState(torch.cat([piece.to(self.layout.dtype) for piece in pieces]))
+
+    def own_tensors(self) -> list[Tensor]:
+        """The method's own state, without the uncompressed part of the model."""
+        state = {k: v for k, v in self.state_dict().items() if not k.startswith("model.")}
+        return [value for value in state.values() if isinstance(value, Tensor)]
 
     def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Groups for a torch optimiser."""

@@ -147,7 +147,7 @@ class _Flat(torch.optim.Optimizer):
         group["count"] += 1
         return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, **at), at
 
-    def _rates(self) -> dict[str, float]:
+    def _rates(self) -> dict[str, Any]:
         posterior, first = self.flat.net.config.posterior, self.param_groups[0]
         return {
             "lr": first["lr"],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pwfn.fixing import candidates as pow2
-from pwfn.fixing.unique import counted, distinct
+from pwfn.fixing.unique import unique, unique_counts
 from pwfn.layout import Kind, Layout
 
 
@@ -41,7 +41,7 @@ class Pool:
         >>> Pool.of(torch.tensor([0.5, 0.5, 0.375, 0.0])).power_of_two_share
         0.75
         """
-        return cls.of_counts(*counted(values.reshape(-1)))
+        return cls.of_counts(*unique_counts(values.reshape(-1)))
 
     @classmethod
     def of_counts(cls, values: Tensor, counts: Tensor) -> Pool:
@@ -83,7 +83,7 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
     (4, {0: 1, 1: 2, 2: 1})
     """
     # One sort for all pools: the rest is counting small integers.
-    book, index = distinct(values.detach())
+    book, index = unique(values.detach())
     counts = {
         entry.name: torch.bincount(index[entry.span], minlength=book.numel()) for entry in layout.entries
     }

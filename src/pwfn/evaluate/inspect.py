@@ -1,9 +1,8 @@
-"""What is inside a .pwfn file, and what the same weights cost elsewhere. All sizes are in bytes."""
+"""What a .pwfn file holds, and the size of the same network in other formats. All sizes are in bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,8 +13,21 @@ import zstandard
 from torch import Tensor
 
 from pwfn.evaluate.entropy import Pool
+from pwfn.file.coder import bytes_of
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import Reader
+
+_PARTS = {
+    "header": "header",
+    "codebook": "codebooks",
+    "table": "frequency tables",
+    "index": "coded weights",
+    "posterior": "sigmas",
+    "untouched": "other tensors",
+    "padding": "padding",
+    "file": "whole file",
+}
+_RIVALS = {"fp32": "fp32", "fp16": "fp16", "int8": "int8", "zstd19": "fp32 with zstd -19"}
 
 
 @dataclass(frozen=True)
@@ -26,13 +38,10 @@ class TensorFacts:
     shape: tuple[int, ...]
     weights: int
     unique: int
-    entropy_bits: float  # a weight
+    entropy_bits: float  # per weight
     index_bytes: int
-    table_bytes: int  # of its own frequency table, before compression; 0 where it uses the shared one
-    bits_per_weight: float  # on disk: index and own table
-    fp32_bytes: int
-    fp16_bytes: int
-    int8_bytes: int  # a byte a weight and a scale
+    table_bytes: int  # of its own frequency table, before compression; 0 if it uses the shared one
+    bits_per_weight: float  # on disk: indices and own table
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class FileFacts:
     posterior: str
     weights: int
     unique: int
-    entropy_bits: float  # a weight, all in one pool
+    entropy_bits: float  # per weight, all weights in one pool
     power_of_two_share: float
     bits_per_weight: float  # on disk: indices and frequency tables
     header_bytes: int
@@ -56,51 +65,43 @@ class FileFacts:
     untouched_bytes: int
     padding_bytes: int
     file_bytes: int
-    shared_table_bytes: int  # of ``table_bytes`` the shared one, before compression; 0 if there is none
+    shared_table_bytes: int  # the shared frequency table before compression; 0 if there is none
     untouched_raw_bytes: int  # before compression, tied tensors once
-    fp32_bytes: int  # weights in 4 bytes each, the other tensors as they are but not above fp32
+    fp32_bytes: int  # weights in 4 bytes each, other tensors in their own type but at most fp32
     fp16_bytes: int  # every floating-point number in 2 bytes
-    int8_bytes: int  # a byte a weight and a scale a tensor, the other tensors as in ``fp32_bytes``
-    zstd19_bytes: int | None  # the fp32 bytes compressed by zstd -19, if that was measured
+    int8_bytes: int  # one byte per weight, one scale per tensor, other tensors as in ``fp32_bytes``
+    zstd19_bytes: int | None  # ``fp32_bytes`` compressed by zstd -19; None if not measured
     tensors: tuple[TensorFacts, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, with the ratio to each rival."""
+        """For JSON, with the ratio to each other format."""
         ratios = {f"ratio_{name}": size / self.file_bytes for name, size in self.rivals().items()}
         return {**asdict(self), **ratios}
 
     def rivals(self) -> dict[str, int]:
-        """Bytes of the same network stored otherwise."""
-        sizes = {
-            "fp32": self.fp32_bytes,
-            "fp16": self.fp16_bytes,
-            "int8": self.int8_bytes,
-            "zstd19": self.zstd19_bytes,
-        }
+        """Size of the same network in other formats."""
+        sizes = {name: getattr(self, f"{name}_bytes") for name in _RIVALS}
         return {name: size for name, size in sizes.items() if size is not None}
 
 
 def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
     """Decode a file and measure it.
 
-    The rival ``zstd -19`` gets the decoded weights as a plain fp32 file would hold them. That takes
-    a while for large networks (about a second a megabyte), so that it can be left away.
+    ``zstd=False`` skips the comparison with ``zstd -19``, which takes about one second per megabyte.
     """
     reader = Reader(path)
-    compressed = reader.compressed()
+    header, sizes, compressed = reader.header, reader.sizes, reader.compressed()
     values = compressed.values()
-    sizes = reader.sizes
     pool = Pool.of(values)
-    rest = list(_untouched_once(compressed))
+    rest = _untouched_once(compressed)
     single, half = (sum(_bytes_at_most(tensor, width) for tensor in rest) for width in (4, 2))
-    model = reader.header.record.get("model")
     tensors = tuple(_tensor_facts(reader, values))
-    tables = next(section.raw for section in reader.header.sections if section.name == "tables")
+    model = header.record.get("model")
     return FileFacts(
         path=str(path),
-        writer=reader.header.writer,
+        writer=header.writer,
         model=model if isinstance(model, str) else None,
-        posterior=str(reader.header.posterior),
+        posterior=str(header.posterior),
         weights=pool.weights,
         unique=pool.unique,
         entropy_bits=pool.entropy_bits,
@@ -114,30 +115,30 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
         untouched_bytes=sizes.untouched,
         padding_bytes=sizes.padding,
         file_bytes=reader.file_bytes,
-        shared_table_bytes=tables - sum(tensor.table_bytes for tensor in tensors),
+        shared_table_bytes=header.section("tables").raw - sum(tensor.table_bytes for tensor in tensors),
         untouched_raw_bytes=sum(tensor.nbytes for tensor in rest),
-        fp32_bytes=4 * pool.weights + single,
+        fp32_bytes=fp32_bytes(compressed),
         fp16_bytes=2 * pool.weights + half,
         int8_bytes=pool.weights + 4 * len(tensors) + single,
-        zstd19_bytes=_zstd19_bytes(values, rest) if zstd else None,
+        zstd19_bytes=_zstd19_bytes([values, *rest]) if zstd else None,
         tensors=tensors,
     )
 
 
 def fp32_bytes(compressed: Compressed) -> int:
-    """Bytes of the whole network as plain float32 (what is narrower stays so)."""
+    """Bytes of the network as plain float32; narrower tensors keep their own type."""
     rest = _untouched_once(compressed)
     return 4 * compressed.layout.size + sum(_bytes_at_most(tensor, 4) for tensor in rest)
 
 
-def _untouched_once(compressed: Compressed) -> Iterator[Tensor]:
-    """The tensors that are not compressed, each once however many names it has."""
-    aliases = {alias for left_out in compressed.layout.left_out for alias in left_out.aliases}
-    return (tensor for name, tensor in compressed.untouched.items() if name not in aliases)
+def _untouched_once(compressed: Compressed) -> list[Tensor]:
+    """The tensors that are not compressed, tied ones once."""
+    aliases = {alias for item in compressed.layout.left_out for alias in item.aliases}
+    return [tensor for name, tensor in compressed.untouched.items() if name not in aliases]
 
 
 def _bytes_at_most(tensor: Tensor, width: int) -> int:
-    """Bytes of a tensor whose floating-point numbers, if it holds any, are at most that wide."""
+    """Size of a tensor whose floating-point numbers are stored in at most ``width`` bytes."""
     size = tensor.element_size()
     return tensor.numel() * (min(size, width) if tensor.is_floating_point() else size)
 
@@ -145,10 +146,9 @@ def _bytes_at_most(tensor: Tensor, width: int) -> int:
 def _tensor_facts(reader: Reader, values: Tensor) -> list[TensorFacts]:
     facts = []
     header = reader.header
-    for entry, stream, own_bytes in zip(
-        header.layout.entries, header.streams, reader.own_table_bytes(), strict=True
-    ):
+    for entry, tensor, table in zip(header.layout.entries, header.tensors, reader.tables(), strict=True):
         pool = Pool.of(values[entry.span])
+        own = len(table.to_bytes()) if tensor.own_table else 0
         facts.append(
             TensorFacts(
                 name=entry.name,
@@ -156,71 +156,59 @@ def _tensor_facts(reader: Reader, values: Tensor) -> list[TensorFacts]:
                 weights=pool.weights,
                 unique=pool.unique,
                 entropy_bits=pool.entropy_bits,
-                index_bytes=stream.size,
-                table_bytes=own_bytes,
-                bits_per_weight=8 * (stream.size + own_bytes) / pool.weights,
-                fp32_bytes=4 * pool.weights,
-                fp16_bytes=2 * pool.weights,
-                int8_bytes=pool.weights + 4,
+                index_bytes=tensor.bytes,
+                table_bytes=own,
+                bits_per_weight=8 * (tensor.bytes + own) / pool.weights,
             )
         )
     return facts
 
 
-def _zstd19_bytes(values: Tensor, rest: list[Tensor]) -> int:
-    """The bytes that ``fp32_bytes`` counts, weights first, as one zstd frame."""
+def _zstd19_bytes(tensors: list[Tensor]) -> int:
+    """Size of one zstd frame with the bytes that ``fp32_bytes`` counts."""
     compressor = zstandard.ZstdCompressor(level=19).compressobj()
-    size = 0
-    for tensor in (values.float(), *rest):
-        narrow = tensor.float() if tensor.dtype is torch.float64 else tensor
-        flat = narrow.contiguous().reshape(-1).view(torch.uint8)
-        size += len(compressor.compress(flat.numpy().tobytes()))
-    return size + len(compressor.flush())
+    narrow = (tensor.float() if tensor.dtype is torch.float64 else tensor for tensor in tensors)
+    return sum(len(compressor.compress(bytes_of(tensor))) for tensor in narrow) + len(compressor.flush())
 
 
 def lines(facts: FileFacts) -> list[str]:
-    """The facts for people, a line each; what speaks for the file is rounded down, what against it up."""
-    bits = (
-        f"entropy {_up(facts.entropy_bits)} bits a weight in one pool; on disk {_up(facts.bits_per_weight)}"
-    )
+    """The facts as text. Figures in favour of the file are rounded down, all others up."""
     powers = math.floor(1000 * facts.power_of_two_share) / 10
     rows = [
-        f"{facts.path}: {facts.file_bytes:,} bytes for {facts.weights:,} weights of {facts.unique} values",
-        bits,
-        f"{powers:.1f}% of the weights are zero or a power of two",
+        f"{facts.path}: {facts.file_bytes:,} bytes for {facts.weights:,} weights of {facts.unique:,} values",
+        f"bits per weight: {_up(facts.bits_per_weight)} on disk, {_up(facts.entropy_bits)} entropy",
+        f"zero or a power of two: {powers:.1f}% of the weights",
         f"model: {facts.model or 'not named'}; posterior: {facts.posterior}; written by {facts.writer}",
         "",
-        f"{'where the bytes are':<24}{'bytes':>14}",
+        f"{'part':<24}{'bytes':>14}",
     ]
     notes = {
-        "table": f"  (before compression the shared one has {facts.shared_table_bytes:,})",
-        "untouched": f"  (before compression {facts.untouched_raw_bytes:,})",
+        "table": f"  (shared table before compression: {facts.shared_table_bytes:,})",
+        "untouched": f"  (before compression: {facts.untouched_raw_bytes:,})",
     }
-    parts = ("header", "codebook", "table", "index", "posterior", "untouched", "padding")
-    rows += [
-        f"{part:<24}{getattr(facts, part + '_bytes'):>14,}{notes.get(part, '')}" for part in (*parts, "file")
-    ]
-    rows += ["", f"{'the same network as':<24}{'bytes':>14}{'times this file':>18}"]
-    labels = {"zstd19": "fp32 in zstd -19"}
+    for part, label in _PARTS.items():
+        rows.append(f"{label:<24}{getattr(facts, f'{part}_bytes'):>14,}{notes.get(part, '')}")
+    rows += ["", f"{'same network as':<24}{'bytes':>14}{'times as large':>18}"]
     for name, size in facts.rivals().items():
-        hundredths = 100 * size // facts.file_bytes
-        rows.append(f"{labels.get(name, name):<24}{size:>14,}{hundredths / 100:>18.2f}")
+        rows.append(f"{_RIVALS[name]:<24}{size:>14,}{100 * size // facts.file_bytes / 100:>18.2f}")
     width = max(len(t.name) for t in facts.tensors)
-    rows += [
-        "",
-        f"{'tensor':<{width}}  {'weights':>12}  {'unique':>6}  {'entropy':>8}  {'on disk':>8}  {'bytes':>10}",
-    ]
+    rows += ["", f"{'':<{width}}{'':>22}  {'bits per weight':^18}"]
+    rows.append(
+        f"{'tensor':<{width}}  {'weights':>12}  {'unique':>6}  {'entropy':>8}  {'on disk':>8}  {'bytes':>10}"
+    )
     rows += [
         f"{t.name:<{width}}  {t.weights:>12,}  {t.unique:>6}  {_up(t.entropy_bits):>8}  "
         f"{_up(t.bits_per_weight):>8}  {t.index_bytes + t.table_bytes:>10,}"
         for t in facts.tensors
     ]
-    # Names come from the file: nothing in them may steer the terminal.
-    return ["".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in row) for row in rows]
+    # Names come from the file: no control character may reach the terminal.
+    return [
+        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in row).rstrip() for row in rows
+    ]
 
 
 def _up(bits: float) -> str:
-    """Four decimals, never fewer bits than there are.
+    """Four decimals, rounded up.
 
     >>> _up(2.00001), _up(2.5)
     ('2.0001', '2.5000')

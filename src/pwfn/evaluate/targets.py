@@ -1,4 +1,4 @@
-"""The whole network as it would be after each round, and which of these states meets a target."""
+"""The network if the run ended after each round, and which of these states meets a target."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pwfn.evaluate.score import Scores, finite
 
 @dataclass(frozen=True)
 class State:
-    """The network, were the run to end after a round: what is still free goes to its nearest candidate.
+    """The network if the run ended after a round: every free weight goes to its nearest candidate.
 
-    Early states have many values and lose little; late ones have few. BatchNorm statistics are
-    gathered again for each.
+    Early states have many values and lose little accuracy; late ones have few. BatchNorm statistics are
+    re-estimated for each.
     """
 
     round: int  # from 1
-    fraction: float  # of the weights that the method has fixed; the rest are rounded
+    fraction: float  # of the weights that the method has fixed; the others are rounded
     scores: Scores | None
     entropy_bits: float
     unique: int
@@ -45,20 +45,20 @@ class Choice:
 
     round: int
     met: bool  # whether the target was met by the state, before the finish
-    why: str  # in a sentence
+    why: str  # as text
 
 
 def check_target(target: TargetConfig, has_metric: bool) -> None:
-    """Refuse a limit on the loss of accuracy where no accuracy is measured."""
+    """Raise an error for a limit on the loss of accuracy if no accuracy is measured."""
     if target.max_drop is not None and not has_metric:
         raise ConfigError(
-            f"target.max_drop is {target.max_drop:g}, and no accuracy is measured: pass a val_loader "
-            "and a metric"
+            f"target.max_drop is {target.max_drop:g}, but no accuracy is measured: pass a val_loader and "
+            "a metric"
         )
 
 
 def meets(target: TargetConfig, before: Scores | None, scores: Scores | None, entropy_bits: float) -> bool:
-    """Whether accuracy and bits are within the limits that there are; equal is within.
+    """Whether accuracy and bits are within the limits that are set; equal is within.
 
     >>> was, now = Scores(0.3, 0.92, 100), Scores(0.3, 0.90, 100)
     >>> [meets(TargetConfig(max_drop=points), was, now, 3.0) for points in (1.5, 2.0)]
@@ -66,22 +66,22 @@ def meets(target: TargetConfig, before: Scores | None, scores: Scores | None, en
     """
     if target.bits is not None and entropy_bits > target.bits:
         return False
-    # A share of the images counts, so that 0.92 - 0.90 is 2 points, whatever float64 has for it.
+    # In float64, 0.92 - 0.90 is a little more than 2 points.
     return target.max_drop is None or _drop(before, scores) <= target.max_drop + 1e-9
 
 
 def choose(states: Sequence[State], before: Scores | None, target: TargetConfig) -> Choice:
     """The state to keep.
 
-    Of those that meet the target: the smallest file (of files within 1 % of it the most accurate), or
-    with a limit on the bits alone the most accurate. Where none does, the one that comes nearest: of
-    those within ``max_drop`` the one of the fewest bits; else the most accurate, or, without
-    ``max_drop``, the one of the fewest bits.
+    Of those that meet the target: the smallest file (of files within 1 % of it the most accurate); with
+    a limit on the bits only, the most accurate. If none does, the closest: of those within ``max_drop``
+    the one with the fewest bits; else the most accurate or, without ``max_drop``, the one with the
+    fewest bits.
     """
     if not states:
         raise ConfigError(
-            f"the target ({_wanted(target)}) was set after the rounds were run without one, and no state was "
-            "kept: start a new run with the target"
+            f"the rounds were run without a target, so that no state was kept for the target "
+            f"({_wanted(target)}): start a new run with it"
         )
     fitting = [s for s in states if meets(target, before, s.scores, s.entropy_bits)]
     by_size, by_accuracy = target.max_drop is not None, target.max_drop is None
@@ -90,23 +90,23 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
         near = [state for state in fitting if len(state.content) <= 1.01 * smallest]
         chosen = min(near if by_size else fitting, key=_loss)
         rank = "the smallest" if by_size else "the most accurate"
-        of = f"of {len(fitting)} that meet the target ({_wanted(target)}) it is {rank}"
+        of = f"{rank} of {len(fitting)} that meet the target ({_wanted(target)})"
         if len(fitting) == 1:
-            of = f"it alone meets the target ({_wanted(target)})"
+            of = f"the only one that meets the target ({_wanted(target)})"
         return Choice(chosen.round, True, f"{_figures(chosen, before)}: {of}")
     accurate = [s for s in states if meets(TargetConfig(max_drop=target.max_drop), before, s.scores, 0.0)]
     if by_accuracy or accurate:
         chosen, nearest = min(accurate or states, key=lambda s: (s.entropy_bits, s.round)), "the fewest bits"
     else:
         chosen, nearest = min(states, key=_loss), "the best accuracy"
-    why = f"no state meets the target ({_wanted(target)}), and it has {nearest}"
+    why = f"no state meets the target ({_wanted(target)}); this one has {nearest}"
     if by_size and accurate:
         why += " of those that are accurate enough"
     return Choice(chosen.round, False, f"{_figures(chosen, before)}: {why}")
 
 
 def pareto(points: Sequence[tuple[float, int]]) -> list[bool]:
-    """For each (accuracy, bytes) whether no other is at least as good in both, and better in one.
+    """For each (accuracy, bytes), whether no other is at least as good in both and better in one.
 
     >>> pareto([(0.9, 100), (0.9, 90), (0.8, 50), (0.7, 60)])
     [False, True, True, False]

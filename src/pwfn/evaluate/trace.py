@@ -19,7 +19,7 @@ from torch import Tensor
 from pwfn.bayes.method import WeightState
 from pwfn.config.seeds import generator_from
 from pwfn.fixing.record import FixRecord, Move
-from pwfn.fixing.unique import counted
+from pwfn.fixing.unique import unique_counts
 from pwfn.layout import Entry, Kind, Layout
 
 BINS_PER_OCTAVE = 8
@@ -149,7 +149,7 @@ def _trace(
     moves: tuple[Move, ...] = (),
     sampled: bool,
 ) -> Trace:
-    values, counts = counted(weights.mu if weights.fixed is None else weights.mu[weights.fixed])
+    values, counts = unique_counts(weights.mu if weights.fixed is None else weights.mu[weights.fixed])
     return Trace(
         moment,
         number,

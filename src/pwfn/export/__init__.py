@@ -1,4 +1,4 @@
-"""Files that other programs read: dense safetensors or torch state dicts, and ONNX with palettes."""
+"""Files for other programs: dense safetensors or torch state dicts, and ONNX with palettes."""
 
 from pwfn.export.command import from_file
 from pwfn.export.dense import Exactness, to_safetensors, to_torch

@@ -1,4 +1,4 @@
-"""One call from a .pwfn file to any target, with the model found by name."""
+"""Exports a .pwfn file to any target; the model for ONNX is found by its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def from_file(
     model: str | None = None,
     input_shape: str | None = None,
 ) -> dict[str, Any]:
-    """Export a file and return the facts, with a sentence for people among them."""
+    """Export a file and return the facts, with a sentence as text among them."""
     if to not in _ENDINGS:
         raise PwfnError(f"target {to!r} is unknown: allowed is one of {', '.join(_ENDINGS)}")
     if to == "onnx" and dtype != "fp32":
@@ -38,39 +38,34 @@ def from_file(
         raise PwfnError(f"{target} is the file itself: name another with --out")
     compressed = load(file)
     if to == "onnx":
-        return _onnx(compressed, target, model, input_shape)
-    write = to_safetensors if to == "safetensors" else to_torch
-    exactness = write(compressed, target, dtype)
+        facts, sentence = _onnx(compressed, target, model, input_shape)
+    else:
+        write = to_safetensors if to == "safetensors" else to_torch
+        exactness = write(compressed, target, dtype)
+        facts, sentence = exactness._asdict(), f"; {exactness.sentence()}"
     size = target.stat().st_size
     return {
         "path": str(target),
         "file_bytes": size,
-        "dtype": dtype,
-        "weights_exact": exactness.weights_exact,
-        "untouched_exact": exactness.untouched_exact,
-        "sentence": f"{target}: {size:,} bytes; {exactness.sentence()}",
+        **facts,
+        "sentence": f"{target}: {size:,} bytes{sentence}",
     }
 
 
-def _onnx(compressed: Compressed, target: Path, name: str | None, shape: str | None) -> dict[str, Any]:
+def _onnx(
+    compressed: Compressed, target: Path, name: str | None, shape: str | None
+) -> tuple[dict[str, Any], str]:
     name = name or models.recorded(compressed.record)
     module = models.create(name, classes=models.recorded_classes(compressed.record))
     sizes = _sizes(shape) if shape is not None else models.input_shape(name, module)
     if sizes is None:
         raise PwfnError(f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224")
     done = to_onnx(compressed, module, torch.zeros(2, *sizes), target)
-    return {
-        "path": str(target),
-        "file_bytes": done.file_bytes,
-        "palettes": done.palettes,
-        "largest_error": done.largest_error,
-        "largest_output": done.largest_output,
-        "sentence": (
-            f"{target}: {done.file_bytes:,} bytes, {done.palettes} tensors as palette and indices; outputs "
-            f"differ from torch's by at most {done.largest_error:.2g}, the largest being "
-            f"{done.largest_output:.2g}"
-        ),
-    }
+    facts = {name: getattr(done, name) for name in ("palettes", "largest_error", "largest_output")}
+    return facts, (
+        f", {done.palettes} tensors as palette and indices; outputs differ from torch by at most "
+        f"{done.largest_error:.2g}, the largest output is {done.largest_output:.2g}"
+    )
 
 
 def _sizes(text: str) -> tuple[int, ...]:

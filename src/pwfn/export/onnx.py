@@ -1,8 +1,8 @@
-"""ONNX with weights kept as small indices into a palette, for stock runtimes.
+"""ONNX with weights as small indices into a palette, for standard runtimes.
 
-Each compressed tensor becomes two constants and two operators: ``Gather(palette, Cast(indices))``.
-A runtime that folds constants (onnxruntime does when a session starts) then runs ordinary dense
-weights, so that the file is small and the speed is that of the dense model.
+Each compressed tensor becomes two constants and two operators: ``Gather(palette, Cast(indices))``. A runtime
+that folds constants (onnxruntime does so when a session starts) then computes with ordinary dense weights:
+the file is small, and the speed is that of the dense model.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from pwfn.file.storage import replacing
 if TYPE_CHECKING:
     import onnx
 
-_SMALLEST = 256  # weights; below, two operators cost more bytes than they save
 TOLERANCE = 1e-5
-"""Largest difference from torch, relative to the largest output (at least 1), that is accepted."""
+"""Largest accepted difference from torch, relative to the largest output (at least 1)."""
+
+_SMALLEST = 256  # weights; below, two operators cost more bytes than they save
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class OnnxExport:
 
     path: Path
     file_bytes: int
-    palettes: int  # tensors kept as indices
-    largest_error: float  # of the runtime's output against torch's, on batches of random inputs
+    palettes: int  # tensors stored as indices
+    largest_error: float  # difference from the output of torch, on batches of random inputs
     largest_output: float
 
 
 def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str | Path) -> OnnxExport:
-    """Export the network, check it against torch in onnxruntime, and only then keep the file.
+    """Export the network. The file is kept only if onnxruntime reproduces the output of torch.
 
     Args:
         compressed: the weights.
@@ -66,17 +67,16 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     if example.ndim == 0 or len(example) == 0:
         raise PwfnError("the example holds no input: give a batch of at least one")
     example = example.float() if example.is_floating_point() else example
-    batches = _other_batches(example)
+    batches = _test_batches(example)
     wanted = [_output(module, batch) for batch in batches]
-    proto = _exported(module, example)
     names = {name for e in compressed.layout.entries for name in (e.name, *e.aliases)}
-    proto, palettes = _with_palettes(proto, names)
+    proto, palettes = _with_palettes(_exported(module, example), names)
     blob: bytes = proto.SerializeToString()
     differences = _differences(blob, batches, wanted)
     for error, largest in differences:
         if not error <= TOLERANCE * max(1.0, largest):
             raise PwfnError(
-                f"{path}: not written, because onnxruntime's output differs from torch's by {error:.2g} "
+                f"{path}: not written, because the output of onnxruntime differs from torch by {error:.2g} "
                 f"(largest output {largest:.2g}): report the model, or export dense safetensors instead"
             )
     with replacing(path) as temporary:
@@ -92,11 +92,8 @@ def _check_packages() -> None:
             raise PwfnError(f"export to ONNX needs {name}: pip install 'pwfn[onnx]'") from error
 
 
-def _other_batches(example: Tensor) -> tuple[Tensor, ...]:
-    """Batches of three and of one: sizes that the exporter is not shown, the second a special case.
-
-    Their values are random where an input may hold any.
-    """
+def _test_batches(example: Tensor) -> tuple[Tensor, ...]:
+    """Batches of three and of one, sizes that the exporter does not see; random if the input is a float."""
     if example.is_floating_point():
         three = torch.randn((3, *example.shape[1:]), generator=torch.Generator().manual_seed(0))
     else:
@@ -105,37 +102,36 @@ def _other_batches(example: Tensor) -> tuple[Tensor, ...]:
 
 
 def _output(module: nn.Module, batch: Tensor) -> Tensor:
-    """What torch makes of a batch: the truth that the runtime is held to."""
+    """The output of torch, which the runtime must reproduce."""
     name = type(module).__name__
     try:
         with torch.no_grad():
             wanted = module(batch)
-    except Exception as error:  # the model is the user's, and so may be any error of it
+    except Exception as error:  # the model is the user's and may raise anything
         shape = "×".join(str(size) for size in batch.shape)
         kind = str(batch.dtype).removeprefix("torch.")
         raise PwfnError(
             f"{name} cannot run on an input of shape {shape} and type {kind}: {_cause(error)}: give an "
-            "example it takes, and let it take batches of any size"
+            "example that it can take, and support batches of any size"
         ) from error
     if not isinstance(wanted, Tensor):
         raise PwfnError(f"{name} returns a {type(wanted).__name__}: wrap it so that it returns one tensor")
     if wanted.numel() == 0:
-        raise PwfnError(f"{name} returns a tensor without numbers: there is nothing to hold the export to")
+        raise PwfnError(f"{name} returns an empty tensor: there is nothing to compare")
     return wanted
 
 
 def _exported(module: nn.Module, example: Tensor) -> onnx.ModelProto:
-    """The plain graph: constants not folded, so that every weight is there under its own name."""
+    """The plain graph without constant folding, so that every weight has its own name."""
     # Two examples: with one, the exporter would take the batch for a constant.
     batch = torch.cat((example, example))[:2] if example.shape[0] < 2 else example
-    shapes = ({0: torch.export.Dim("batch", min=1)},)
     try:
         with _quiet():
             program = torch.onnx.export(
                 module,
                 (batch,),
                 dynamo=True,
-                dynamic_shapes=shapes,
+                dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
                 input_names=["input"],
                 output_names=["output"],
                 optimize=False,
@@ -151,15 +147,15 @@ def _exported(module: nn.Module, example: Tensor) -> onnx.ModelProto:
     proto = program.model_proto
     if not proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param:
         raise PwfnError(
-            f"torch can export {type(module).__name__} for batches of {len(batch)} only: let its forward not "
-            "depend on the number of inputs"
+            f"torch can export {type(module).__name__} for batches of {len(batch)} only: make its forward "
+            "independent of the batch size"
         )
     return proto
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block the exporter's warnings, logs and printed graphs go nowhere: we say it shorter."""
+    """Discard the warnings, logs and printed graphs of the exporter; our errors say the same in short."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     nowhere = io.StringIO()
@@ -176,7 +172,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the innermost error, which is the one that names the trouble."""
+    """First line of the innermost error, which names the problem."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -184,7 +180,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelProto, int]:
-    """The graph simplified, with each named weight as ``Gather(palette, indices)``."""
+    """The optimised graph, with each named weight as ``Gather(palette, indices)``."""
     import onnxscript.optimizer
     from onnx import TensorProto, helper, numpy_helper
 
@@ -193,10 +189,9 @@ def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelP
         for item in proto.graph.initializer
         if item.name in names and item.data_type == TensorProto.FLOAT and np.prod(item.dims) >= _SMALLEST
     }
-    # While the graph is simplified the weights are inputs: nothing may be folded into them, or
-    # a BatchNorm would be, and their values would no longer be few.
-    others = [item for item in proto.graph.initializer if item.name not in weights]
-    _replace(proto.graph.initializer, others)
+    # During optimisation the weights are inputs. Otherwise a BatchNorm would be folded into them, and they
+    # would no longer have few values.
+    _replace(proto.graph.initializer, [item for item in proto.graph.initializer if item.name not in weights])
     proto.graph.input.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, list(item.dims))
         for name, item in weights.items()
@@ -207,7 +202,7 @@ def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelP
     for name, item in weights.items():
         dense = numpy_helper.to_array(item)
         palette, indices = np.unique(dense, return_inverse=True)
-        narrow = indices.reshape(dense.shape).astype(_index_type(len(palette)))
+        narrow = indices.reshape(dense.shape).astype(np.min_scalar_type(len(palette) - 1))
         if palette.nbytes + narrow.nbytes >= dense.nbytes:
             proto.graph.initializer.append(item)
             continue
@@ -218,21 +213,12 @@ def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelP
         nodes.append(helper.make_node("Cast", [f"{name}.indices"], [wide], to=TensorProto.INT32))
         nodes.append(helper.make_node("Gather", [f"{name}.palette", wide], [name], axis=0))
     _replace(proto.graph.node, [*nodes, *proto.graph.node])
-    _strip(proto)
-    return proto, len(nodes) // 2
-
-
-def _index_type(values: int) -> type[np.unsignedinteger[Any]]:
-    """The narrowest that holds indices into that many values."""
-    return np.uint8 if values <= 2**8 else np.uint16 if values <= 2**16 else np.uint32
-
-
-def _strip(proto: onnx.ModelProto) -> None:
-    """Leave away the exporter's notes on where each operator came from: they outweigh small networks."""
+    # The notes of the exporter on the origin of each operator are larger than a small network.
     del proto.graph.value_info[:]
     for holder in (proto, proto.graph, *proto.graph.node, *proto.graph.initializer):
         del holder.metadata_props[:]
         holder.doc_string = ""
+    return proto, len(nodes) // 2
 
 
 def _replace(field: Any, items: list[Any]) -> None:
@@ -243,14 +229,14 @@ def _replace(field: Any, items: list[Any]) -> None:
 def _differences(
     blob: bytes, batches: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> list[tuple[float, float]]:
-    """For each batch the largest difference of onnxruntime's output from torch's, and torch's largest."""
+    """For each batch the largest difference between onnxruntime and torch, and the largest output."""
     import onnxruntime
 
     try:
         session = onnxruntime.InferenceSession(blob, providers=["CPUExecutionProvider"])
         name = session.get_inputs()[0].name
         found = [torch.from_numpy(session.run(None, {name: batch.numpy()})[0]) for batch in batches]
-    except Exception as error:  # onnxruntime's errors share no class of their own
+    except Exception as error:  # the errors of onnxruntime have no common class
         raise PwfnError(
             f"onnxruntime cannot run the exported network: {_cause(error)}: export dense safetensors instead"
         ) from error
@@ -258,8 +244,8 @@ def _differences(
     for batch, ours, torchs in zip(batches, found, wanted, strict=True):
         if ours.shape != torchs.shape:
             raise PwfnError(
-                f"for a batch of {len(batch)} onnxruntime's output has shape {tuple(ours.shape)}, torch's "
-                f"{tuple(torchs.shape)}: let the model treat batches of any size alike"
+                f"for a batch of {len(batch)} the output has shape {tuple(ours.shape)} in onnxruntime and "
+                f"{tuple(torchs.shape)} in torch: make the model treat batches of any size alike"
             )
         largest = (ours.double() - torchs.double()).abs().max()
         differences.append((float(largest), float(torchs.double().abs().max())))

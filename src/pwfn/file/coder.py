@@ -1,8 +1,8 @@
-"""Integers to bytes and back: entropy coding with integer frequency tables, and byte compression.
+"""Integers and tensors to bytes and back: entropy coding with integer frequency tables, and compression.
 
-The coder is constriction's ANS coder (24 bits of precision, 32-bit words); a model is a table of
-integer frequencies. A table knows how many symbols it describes, so that a count which a file
-claims can be checked before anything of that size is allocated.
+The coder is constriction's ANS coder (24 bits of precision, 32-bit words); a model is a table of integer
+frequencies. A table states how many symbols it describes, so a count in a file can be checked before memory
+of that size is allocated.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import TypeAlias
 
 import constriction
 import numpy as np
+import torch
 import zstandard
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
 from pwfn.errors import FileError
 
@@ -25,7 +27,7 @@ MOST_NUMBER = 2**48
 """Largest number of weights, bytes or anything else that is counted."""
 
 WORST_RATIO = 1024
-"""A decompressed block is at most this many times its stored size, or 1 MiB."""
+"""A decompressed block has at most this many times its stored size, or 1 MiB."""
 
 _SMALL_BLOCK = 2**20
 _NUMBER_BYTES = 7  # of the largest number in LEB128
@@ -35,35 +37,28 @@ _STEP = 2**16  # symbols decoded at a time: they stay in the processor's cache u
 
 @dataclass(frozen=True)
 class Table:
-    """Which symbols occur, ascending, and how often each of them does."""
+    """Which symbols occur, ascending, and how often."""
 
     symbols: NDArray[np.int32]
     counts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, symbols: Integers, alphabet: int) -> Table:
-        """
-        >>> Table.of(np.array([3, 1, 3]), alphabet=5).counts.tolist()
-        [1, 2]
-        """
-        return cls.of_counts(counts_of(symbols, alphabet))
+    def of(cls, counts: Integers) -> Table:
+        """From the number of times that each symbol 0, 1, 2, … occurs.
 
-    @classmethod
-    def of_counts(cls, counts: Integers) -> Table:
-        """From how often each symbol 0, 1, 2, … occurs."""
+        >>> Table.of(np.array([0, 1, 0, 2])).symbols.tolist()
+        [1, 3]
+        """
         present = np.flatnonzero(counts)
         return cls(present.astype(np.int32), counts[present].astype(np.int64))
 
     @cached_property
     def total(self) -> int:
-        """How many symbols were counted."""
+        """Number of symbols counted."""
         return int(self.counts.sum())
 
     def ideal_bits(self, counts: Integers) -> float:
-        """Bits that ``counts`` of each symbol cost under this table: ``-sum n log2 p``.
-
-        Infinite where a symbol occurs that the table does not have.
-        """
+        """Bits that these counts cost under this table: ``-sum n log2 p``, infinite for an absent symbol."""
         known = np.zeros(max(len(counts), int(self.symbols[-1]) + 1 if len(self.symbols) else 0))
         known[self.symbols] = self.counts / max(self.total, 1)
         wanted = np.flatnonzero(counts)
@@ -90,38 +85,34 @@ class Table:
         if stop > len(numbers):
             raise FileError(f"a frequency table of {size:,} symbols is cut off")
         gaps, counts = numbers[start + 1 : stop : 2], numbers[start + 2 : stop : 2]
-        # In floating point, where a forged sum cannot wrap around to the right one; below 2^53 it is exact.
+        # Floating-point sums, because a forged integer sum could wrap around; below 2^53 they are exact.
         if int(gaps.max()) >= alphabet or size + float(gaps.sum(dtype=np.float64)) > alphabet:
             raise FileError(f"a frequency table has a symbol beyond the {alphabet:,} values of its codebook")
         counted = float(counts.sum(dtype=np.float64))
         if int(counts.min()) < 1 or counted != total:
-            raise FileError(
-                f"a frequency table counts {counted:,.0f} weights or some symbol never: "
-                f"it must add up to {total:,}"
-            )
+            raise FileError(f"the counts of a frequency table must be positive and add up to {total:,}")
         return cls((np.cumsum(gaps + 1) - 1).astype(np.int32), counts.copy()), stop
 
     @cached_property
     def model(self) -> constriction.stream.model.Categorical:
-        """The coder's model: each symbol's place among those present, with its share as probability."""
+        """The model of the coder: the rank of each symbol, with its share as probability."""
         return constriction.stream.model.Categorical(self.counts / self.total, perfect=False)
 
 
-def counts_of(symbols: Integers, alphabet: int = 0) -> NDArray[np.int64]:
-    """How often each symbol 0, 1, 2, … occurs; as many as the alphabet has, or as there are."""
+def counts_of(symbols: Integers) -> NDArray[np.int64]:
+    """How often each symbol 0, 1, 2, … occurs; like ``np.bincount``, without a 64-bit copy of the symbols."""
     flat = symbols.reshape(-1)
-    # Piece by piece: bincount works on 64-bit numbers, and makes a copy of any other.
     pieces = [np.bincount(flat[i : i + _STEP]) for i in range(0, len(flat), _STEP)]
-    counts = np.zeros(max([alphabet, *map(len, pieces)]), np.int64)
+    counts = np.zeros(max(map(len, pieces), default=0), np.int64)
     for piece in pieces:
         counts[: len(piece)] += piece
     return counts
 
 
 def encode(symbols: Integers, table: Table) -> bytes:
-    """Symbols as little-endian 32-bit words of an ANS stream; none for a table of one symbol.
+    """Symbols as little-endian 32-bit words of an ANS stream; empty for a table of one symbol.
 
-    >>> table = Table.of(np.array([0, 1, 0, 0]), 2)
+    >>> table = Table.of(np.array([3, 1]))
     >>> decode(encode(np.array([0, 1, 0, 0]), table), table, 4).tolist()
     [0, 1, 0, 0]
     """
@@ -133,7 +124,7 @@ def encode(symbols: Integers, table: Table) -> bytes:
 
 
 def decode(stream: bytes, table: Table, count: int, dtype: DTypeLike = np.int32) -> Integers:
-    """The ``count`` symbols of a stream; an error if it does not end exactly there."""
+    """The ``count`` symbols of a stream, which must end exactly there."""
     if len(table.symbols) == 1 or count == 0:
         if stream:
             raise FileError("the stream has bytes where the table leaves nothing to code")
@@ -152,25 +143,24 @@ def decode(stream: bytes, table: Table, count: int, dtype: DTypeLike = np.int32)
 def coder_of(stream: bytes) -> constriction.stream.stack.AnsCoder:
     """A coder that is about to decode a stream."""
     if len(stream) % 4:
-        raise FileError(f"the stream has {len(stream):,} bytes: whole words of 4 are needed")
+        raise FileError(f"the stream has {len(stream):,} bytes: a multiple of 4 is needed")
     try:
         return constriction.stream.stack.AnsCoder(np.frombuffer(stream, "<u4").astype(np.uint32))
     except ValueError:
-        raise FileError("the stream is not one of the coder's: its last word is zero") from None
+        raise FileError("the stream was not made by the coder: its last word is zero") from None
 
 
 def _ranks(symbols: Integers, table: Table) -> NDArray[np.int32]:
-    """Each symbol's place among those of the table."""
     flat = symbols.reshape(-1)
-    if len(table.symbols) == int(table.symbols[-1]) + 1:  # none is absent: each is its own place
+    if len(table.symbols) == int(table.symbols[-1]) + 1:  # none is absent: each is its own rank
         return flat.astype(np.int32)
-    place = np.zeros(int(table.symbols[-1]) + 1, np.int32)
-    place[table.symbols] = np.arange(len(table.symbols), dtype=np.int32)
-    return place[flat]
+    rank = np.zeros(int(table.symbols[-1]) + 1, np.int32)
+    rank[table.symbols] = np.arange(len(table.symbols), dtype=np.int32)
+    return rank[flat]
 
 
 def squeeze(raw: bytes, ratio: int = WORST_RATIO) -> bytes:
-    """Bytes, compressed; or as they are where that is not smaller (a first byte tells which).
+    """A block: a byte that says whether it is compressed, then the bytes; compressed where that is smaller.
 
     >>> unsqueeze(squeeze(b"abc" * 100), 300) == b"abc" * 100
     True
@@ -182,26 +172,24 @@ def squeeze(raw: bytes, ratio: int = WORST_RATIO) -> bytes:
 
 
 def unsqueeze(block: bytes, size: int, ratio: int = WORST_RATIO) -> bytes:
-    """The ``size`` bytes of a block; the size is checked before anything is allocated."""
+    """The ``size`` bytes of a block; the size is checked before memory is allocated."""
     kind, body = block[:1], block[1:]
     if kind == b"\x00":
         if len(body) != size:
-            raise FileError(f"the block holds {len(body):,} bytes, {size:,} are expected")
+            raise FileError(f"the block holds {len(body):,} bytes instead of {size:,}")
         return body
     if kind != b"\x01":
         raise FileError(f"the block is of unknown kind {kind.hex() or 'none'}: allowed are 00 and 01")
     if size > max(_SMALL_BLOCK, ratio * len(body)):
-        raise FileError(
-            f"the block of {len(body):,} bytes claims to hold {size:,}: that is out of proportion"
-        )
+        raise FileError(f"the block of {len(body):,} bytes claims to hold {size:,}: that is too many")
     try:
         if zstandard.frame_content_size(body) != size:
-            raise FileError(f"the block does not hold the {size:,} bytes that are expected")
+            raise FileError(f"the block does not hold {size:,} bytes")
         raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FileError(f"the block cannot be decompressed: {error}") from None
     if len(raw) != size:
-        raise FileError(f"the block holds {len(raw):,} bytes, {size:,} are expected")
+        raise FileError(f"the block holds {len(raw):,} bytes instead of {size:,}")
     return raw
 
 
@@ -215,12 +203,31 @@ def shuffled(raw: bytes, width: int) -> bytes:
 
 
 def unshuffled(raw: bytes, width: int) -> bytes:
-    """What ``shuffled`` was given."""
+    """The inverse of :func:`shuffled`."""
     return np.frombuffer(raw, np.uint8).reshape(width, -1).T.tobytes()
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """The numbers of a dense tensor in row-major order."""
+    if tensor.layout != torch.strided:
+        raise FileError(f"a tensor is stored as {tensor.layout}: make it dense first")
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensor_of(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A new tensor from its bytes."""
+    if len(raw) % dtype.itemsize:
+        raise FileError(f"{len(raw)} bytes are not a whole number of {dtype}")
+    # A copy, because frombuffer would share memory that cannot be written.
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    if dtype is torch.bool and bool((flat.view(torch.uint8) > 1).any()):
+        raise FileError("a boolean is neither 0 nor 1")
+    return flat.view(shape)
+
+
 def numbers_to_bytes(numbers: Iterable[int]) -> bytes:
-    """Whole numbers in LEB128: seven bits a byte, lowest first, the top bit set on all but the last.
+    """Whole numbers in LEB128: seven bits per byte, lowest first, the top bit set on all but the last.
 
     >>> numbers_to_bytes([5, 300]).hex()
     '05ac02'
@@ -235,7 +242,7 @@ def numbers_to_bytes(numbers: Iterable[int]) -> bytes:
 
 
 def numbers_from_bytes(raw: bytes) -> NDArray[np.int64]:
-    """What ``numbers_to_bytes`` was given.
+    """The inverse of :func:`numbers_to_bytes`.
 
     >>> numbers_from_bytes(bytes.fromhex("05ac02")).tolist()
     [5, 300]
@@ -257,14 +264,13 @@ def numbers_from_bytes(raw: bytes) -> NDArray[np.int64]:
 
 
 def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table | None]]:
-    """The shared table, and for each tensor its own where that is cheaper, its bytes counted in.
+    """The shared table, and for each tensor its own table where that is cheaper, table bytes included.
 
-    First all tensors share one table. Then, in rounds, those leave that gain most by a table of
-    their own, and those come back that the shared table, which describes just its users, would now
-    serve better. No step makes the whole larger, so the streams and tables are never more than the
-    pooled entropy and one table.
+    First all tensors share one table. Then, in rounds, tensors that gain most by their own table leave, and
+    tensors return that the shared table, which describes only its users, would now serve better. No step
+    makes the whole larger, so streams and tables never exceed the pooled entropy and one table.
     """
-    tables = [Table.of_counts(tensor) for tensor in counts]
+    tables = [Table.of(tensor) for tensor in counts]
     own_bits = np.array(
         [t.ideal_bits(n) + 8 * len(t.to_bytes()) for t, n in zip(tables, counts, strict=True)]
     )
@@ -287,7 +293,7 @@ def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table 
             return None, list(tables)
         shared = rows[sharing].sum(0)
     chosen = [None if together else table for together, table in zip(sharing, tables, strict=True)]
-    return Table.of_counts(shared), chosen
+    return Table.of(shared), chosen
 
 
 def _bits(rows: NDArray[np.float64], shared: NDArray[np.float64]) -> NDArray[np.float64]:

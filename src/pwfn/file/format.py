@@ -1,153 +1,78 @@
-"""``Compressed`` to and from a .pwfn file. The specification is ``docs/format.md``.
+"""Networks to and from .pwfn files. The specification is ``docs/format.md``.
 
-save(compressed, "net.pwfn")
+save(compressed, "net.pwfn")                  # or compressed.save("net.pwfn")
 compressed = load("net.pwfn")
-Reader("net.pwfn").tensor("conv1.weight")     # one tensor, without decoding the others
+loads(dumps(compressed))                      # the same as bytes
+Reader("net.pwfn").sizes                      # where its bytes are
 """
 
 from __future__ import annotations
 
+import io
 import os
-import struct
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pwfn.errors import FileError
-from pwfn.file import coder as codec
-from pwfn.file import sigma_coder as sigmacodec
-from pwfn.file.coder import Table
-from pwfn.file.compressed import Compressed, index_dtype
-from pwfn.file.content import (
-    bytes_of,
-    check,
-    check_ascending,
+from pwfn.file import coder, sigma_coder
+from pwfn.file.compressed import Compressed
+from pwfn.file.content import check_sigma, within
+from pwfn.file.header import SECTIONS, Header, Posterior
+from pwfn.file.writer import (
+    FREE_WEIGHTS,
+    HEADER_LIMIT,
+    HEADER_RATIO,
+    MAGIC,
+    PLAIN_SECTIONS,
+    PREFIX,
+    VERSION,
+    WEIGHTS_PER_BYTE,
+    PathOrFile,
     check_machine,
-    check_range,
-    check_sigma,
-    symbols,
-    tensor_of,
-    untouched_bytes,
-    untouched_tensors,
-    within,
+    dumps,
+    save,
 )
-from pwfn.file.header import Header, Posterior, Section, Stored, Stream
-from pwfn.file.storage import replacing
-from pwfn.version import __version__
+from pwfn.runtime import index_dtype
 
-MAGIC = b"\x89PWFN\r\n\x1a"
-VERSION = 1
-HEADER_LIMIT = 2**24
-HEADER_RATIO = 64  # JSON grows once more when it is read: a header may be packed less tightly than a block
-WRITER = f"pwfn {__version__}"
-
-_PREFIX = struct.Struct("<8sHHIII")  # magic, version, flags, header bytes, once decompressed, CRC-32
-_SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
-_PLAIN_SECTIONS = ("indices", "padding")  # the others are blocks
-_FREE_WEIGHTS = 2**20
-_WEIGHTS_PER_BYTE = 64
+__all__ = ["Posterior", "Reader", "Sizes", "dumps", "load", "loads", "save"]
 
 
-def save(compressed: Compressed, path: str | Path, *, posterior: Posterior | str | None = None) -> int:
-    """Write a file, whole or not at all, and return its size in bytes.
+def load(source: PathOrFile) -> Compressed:
+    """Read a file, given as a path or a binary file object: every number as it was saved, bit for bit.
 
-    ``posterior``: ``centre`` (one sigma per codebook value), ``weight`` (exact) or ``none``; ``centre``
-    unless given, for a network that has one. The
-    file is written beside its target and renamed, so that an error leaves what was there.
+    Nothing in the file is executed, and every size in it is checked before memory is allocated.
+
+    >>> from pwfn.layout import Layout
+    >>> layout = Layout.of(torch.nn.Linear(2, 1, bias=False))
+    >>> small = Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {})
+    >>> file = io.BytesIO()
+    >>> _ = save(small, file)
+    >>> _ = file.seek(0)
+    >>> load(file).values().tolist()
+    [0.5, -0.25]
     """
-    path = Path(path)
-    try:
-        kind = usual_posterior(compressed) if posterior is None else Posterior(posterior)
-    except ValueError:
-        raise FileError(f"posterior is {posterior!r}: allowed is one of {', '.join(Posterior)}") from None
-    with _naming(path):
-        blob = dumps(compressed, kind)
-    with replacing(path) as temporary:
-        temporary.write_bytes(blob)
-    return len(blob)
+    return Reader(source).compressed()
 
 
-def load(path: str | Path) -> Compressed:
-    """Read a file: weights, buffers and posterior as they were saved, bit for bit.
+def loads(data: bytes) -> Compressed:
+    """Read the bytes of a file, see :func:`load`.
 
-    Nothing in the file is run, and every size in it is checked before memory is taken.
+    >>> from pwfn.layout import Layout
+    >>> layout = Layout.of(torch.nn.Linear(2, 1, bias=False))
+    >>> loads(dumps(Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {}))).values().tolist()
+    [0.5, -0.25]
     """
-    return Reader(path).compressed()
-
-
-def usual_posterior(compressed: Compressed) -> Posterior:
-    """What a file keeps of a posterior unless told: one sigma per centre, or nothing where there is none."""
-    return Posterior.NONE if compressed.sigma is None else Posterior.CENTRE
-
-
-def dumps(compressed: Compressed, posterior: Posterior | None = None) -> bytes:
-    """The bytes of a file."""
-    check(compressed)
-    posterior = usual_posterior(compressed) if posterior is None else posterior
-    if posterior is not Posterior.NONE and compressed.sigma is None:
-        raise FileError("there is no posterior to save: pass posterior='none'")
-    if posterior is Posterior.WEIGHT and compressed.weight_sigma is None:
-        raise FileError("sigma is known per centre only: pass posterior='centre'")
-    arrays = [symbols(compressed.indices[entry.span]) for entry in compressed.layout.entries]
-    shared, own = codec.choose_tables([codec.counts_of(array) for array in arrays])
-    coded: list[bytes] = []
-    for array, table in zip(arrays, own, strict=True):
-        used = table or shared
-        assert used is not None  # shared is there for whoever has no table of its own
-        coded.append(codec.encode(array, used))
-    tables = ([shared] if shared else []) + [table for table in own if table]
-    blocks = {
-        "codebooks": b"".join(bytes_of(book) for book in compressed.codebooks),
-        "tables": b"".join(table.to_bytes() for table in tables),
-        "indices": b"".join(coded),
-        "posterior": _posterior_bytes(compressed, posterior),
-        "untouched": untouched_bytes(compressed.untouched),
-        "padding": b"",
-    }
-    stored = {name: block if name in _PLAIN_SECTIONS else _squeezed(block) for name, block in blocks.items()}
-    # The reader refuses more weights than a file of its size may claim; a network that is
-    # smaller still (almost all zeros) is filled up with zero bytes.
-    short = (compressed.layout.size - _FREE_WEIGHTS) // _WEIGHTS_PER_BYTE - sum(map(len, stored.values()))
-    stored["padding"] = blocks["padding"] = bytes(max(short + 1, 0))
-    header = Header(
-        writer=WRITER,
-        layout=compressed.layout,
-        divisions=compressed.divisions,
-        streams=tuple(
-            Stream(len(stream), zlib.crc32(stream), table is not None)
-            for stream, table in zip(coded, own, strict=True)
-        ),
-        codebook_dtype=compressed.codebooks[0].dtype,
-        codebook_sizes=tuple(book.numel() for book in compressed.codebooks),
-        posterior=posterior,
-        untouched=tuple(
-            Stored(name, tuple(tensor.shape), tensor.dtype) for name, tensor in compressed.untouched.items()
-        ),
-        sections=tuple(
-            Section(name, len(stored[name]), len(blocks[name]), zlib.crc32(stored[name]))
-            for name in _SECTIONS
-        ),
-        record=compressed.record,
-    )
-    raw = header.to_json()
-    packed = codec.squeeze(raw, HEADER_RATIO)
-    if max(len(raw), len(packed)) > HEADER_LIMIT:
-        raise FileError(f"the header would be {len(raw):,} bytes, 2^24 are allowed: shorten the record")
-    Header.from_json(raw)  # what cannot be read is not written
-    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(packed), len(raw), zlib.crc32(packed))
-    return b"".join((prefix, packed, *stored.values()))
+    return load(io.BytesIO(data))
 
 
 class Sizes(NamedTuple):
-    """Where a file's bytes are; they add up to its size."""
+    """Bytes of each part of a file; they add up to its size."""
 
     header: int
     codebooks: int
@@ -159,24 +84,31 @@ class Sizes(NamedTuple):
 
 
 class Reader:
-    """A .pwfn file opened: its header is read and checked, the rest is read when asked for."""
+    """A .pwfn file with a checked header; everything else is decoded when asked for.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        with _naming(self.path):
+    ``source`` is a path or a binary file object.
+    """
+
+    def __init__(self, source: PathOrFile) -> None:
+        self._name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+        self._tables_read: list[coder.Table] | None = None
+        with self._within():
             check_machine()
-            with self.path.open("rb") as file:
-                self.file_bytes = file.seek(0, os.SEEK_END)
-                file.seek(0)
-                prefix = file.read(_PREFIX.size)
-                raw_size, packed = _header_block(prefix, file, self.file_bytes)
+            self._data = _read(source)
+            self.file_bytes = len(self._data)
+            _, _, _, size, raw_size, crc32 = PREFIX.unpack_from(self._data)
+            start = PREFIX.size + size
+            if start > self.file_bytes:
+                raise FileError(f"the header claims {size:,} of {self.file_bytes:,} bytes: it is truncated")
             with within("header"):
-                raw = codec.unsqueeze(packed, raw_size, HEADER_RATIO)
+                raw = coder.unsqueeze(self._bytes(PREFIX.size, size, crc32), raw_size, HEADER_RATIO)
             self.header = Header.from_json(raw)
-            self._starts = self._checked_starts(_PREFIX.size + len(packed))
-            sizes = (stream.size for stream in self.header.streams)
-            self._stream_starts = list(accumulate(sizes, initial=self._starts["indices"]))
-            self._tables_read: list[Table] | None = None
+            *starts, end = accumulate((section.size for section in self.header.sections), initial=start)
+            self._starts = dict(zip(SECTIONS, starts, strict=True))
+            self._check_sizes(end)
+        sizes = (tensor.bytes for tensor in self.header.tensors)
+        self._stream_starts = list(accumulate(sizes, initial=self._starts["indices"]))
+        self._index_dtype = index_dtype(max(self.header.codebooks.sizes))
 
     @property
     def sizes(self) -> Sizes:
@@ -184,237 +116,162 @@ class Reader:
         parts = {section.name: section.size for section in self.header.sections}
         return Sizes(self.file_bytes - sum(parts.values()), **parts)
 
-    def own_table_bytes(self) -> list[int]:
-        """For each tensor the bytes of its own frequency table, before compression; 0 for the shared one."""
-        with _naming(self.path):
-            pairs = zip(self.header.streams, self._tables(), strict=True)
-            return [len(table.to_bytes()) if stream.own_table else 0 for stream, table in pairs]
-
     def codebooks(self) -> tuple[Tensor, ...]:
-        """The codebooks, each ascending."""
-        with _naming(self.path):
-            raw = self._section("codebooks")
-            with within("section 'codebooks'"):
-                whole = tensor_of(raw, self.header.codebook_dtype, (-1,))
-                wanted = sum(self.header.codebook_sizes)
-                if whole.numel() != wanted:
-                    raise FileError(f"there are {whole.numel():,} values, the header says {wanted:,}")
-                books = tuple(book.clone() for book in whole.split(list(self.header.codebook_sizes)))
-                check_ascending(books)
-            return books
-
-    def indices(self, name: str) -> Tensor:
-        """The indices of one tensor, in its shape."""
-        entry = self.header.layout.entry(name)
-        with _naming(self.path):
-            position = self.header.layout.entries.index(entry)
-            tables = self._tables()
-            with self.path.open("rb") as file:
-                stream = self._stream(file, position)
-            return torch.from_numpy(self._decoded(stream, position, tables)).view(entry.shape)
-
-    def tensor(self, name: str) -> Tensor:
-        """The values of one tensor; of the coded indices only its own stream is read."""
-        entry = self.header.layout.entry(name)
-        position = self.header.layout.entries.index(entry)
-        alone = Compressed(
-            replace(self.header.layout, entries=(replace(entry, offset=0),), left_out=()),
-            self.codebooks(),
-            (self.header.divisions[position],),
-            self.indices(name).reshape(-1),
-            {},
-        )
-        return alone.dense_state_dict()[entry.name]
+        """The codebooks."""
+        return self._per_value("codebooks")
 
     def untouched(self) -> dict[str, Tensor]:
         """Every tensor that is not compressed."""
-        with _naming(self.path):
-            raw = self._section("untouched")
-            with within("section 'untouched'"):
-                return untouched_tensors(raw, self.header.untouched)
+        raw, wanted = self._section("untouched"), self.header.untouched
+        found: dict[str, Tensor] = {}
+        start = 0
+        with self._within("section 'untouched'"):
+            for width in sorted({item.dtype.itemsize for item in wanted}):
+                group = [item for item in wanted if item.dtype.itemsize == width]
+                stop = start + sum(item.size for item in group)
+                plain, place = coder.unshuffled(raw[start:stop], width), 0
+                for item in group:
+                    found[item.name] = coder.tensor_of(
+                        plain[place : place + item.size], item.dtype, item.shape
+                    )
+                    place += item.size
+                start = stop
+        return {item.name: found[item.name] for item in wanted}
 
     def compressed(self) -> Compressed:
         """Everything."""
         header = self.header
-        with _naming(self.path):
-            books = self.codebooks()
-            tables = self._tables()
-            indices = torch.empty(header.layout.size, dtype=index_dtype(max(header.codebook_sizes)))
-            whole, crc32 = indices.numpy(), 0
-            with self.path.open("rb") as file:
-                for position, entry in enumerate(header.layout.entries):
-                    stream = self._stream(file, position)
-                    crc32 = zlib.crc32(stream, crc32)
-                    whole[entry.span] = self._decoded(stream, position, tables)
-            if crc32 != self._part("indices").crc32:
-                raise FileError("section 'indices': it is damaged: its checksum does not match")
-            found = Compressed(
-                header.layout, books, header.divisions, indices, self.untouched(), record=header.record
-            )
-            if any(self._section("padding")):
-                raise FileError("section 'padding': a byte is not zero")
-            return self._with_posterior(found)
+        self._section("indices")  # its checksum, beside those of the streams
+        indices = torch.empty(header.layout.size, dtype=self._index_dtype)
+        for position, entry in enumerate(header.layout.entries):
+            indices[entry.span] = self._indices(position)
+        found = Compressed(
+            header.layout,
+            self.codebooks(),
+            tuple(tensor.division for tensor in header.tensors),
+            indices,
+            self.untouched(),
+            record=header.record,
+        )
+        with self._within():
+            found.check()  # before anything is looked up by an index
+        if self._section("padding").strip(b"\x00"):
+            with self._within("section 'padding'"):
+                raise FileError("a byte is not zero")
+        return self._with_posterior(found)
 
-    def _checked_starts(self, start: int) -> dict[str, int]:
-        sections = self.header.sections
-        if tuple(section.name for section in sections) != _SECTIONS:
-            raise FileError(f"the sections are not {', '.join(_SECTIONS)}")
-        starts: dict[str, int] = {}
-        for section in sections:
-            starts[section.name] = start
-            start += section.size
-        if start != self.file_bytes:
-            what = "truncated" if start > self.file_bytes else "longer than it should be"
-            raise FileError(
-                f"the file has {self.file_bytes:,} bytes, its header says {start:,}: it is {what}"
-            )
-        streams = sum(stream.size for stream in self.header.streams)
-        indices = self._part("indices")
+    def _check_sizes(self, end: int) -> None:
+        """Check the sizes in the header against the file and each other."""
+        header, size = self.header, self.file_bytes
+        if end != size:
+            what = "truncated" if end > size else "too long"
+            raise FileError(f"the file has {size:,} bytes, its header says {end:,}: it is {what}")
+        indices, streams = header.section("indices"), sum(tensor.bytes for tensor in header.tensors)
         if not streams == indices.size == indices.raw:
             raise FileError(
-                f"section 'indices': it has {indices.size:,} bytes, its content {indices.raw:,} "
-                f"and its streams {streams:,}: these must be the same"
+                f"section 'indices': {indices.size:,} bytes, {indices.raw:,} of content and {streams:,} of "
+                "streams must be the same"
             )
-        weights = self.header.layout.size
-        if weights > _FREE_WEIGHTS + _WEIGHTS_PER_BYTE * self.file_bytes:
+        if header.layout.size > FREE_WEIGHTS + WEIGHTS_PER_BYTE * size:
             raise FileError(
-                f"{weights:,} weights in {self.file_bytes:,} bytes are more than a file may claim"
+                f"{header.layout.size:,} weights are more than a file of {size:,} bytes may claim"
             )
-        wanted = sum(item.size for item in self.header.untouched)
-        there = self._part("untouched").raw
+        wanted, there = sum(item.size for item in header.untouched), header.section("untouched").raw
         if wanted != there:
             raise FileError(f"section 'untouched': its tensors have {wanted:,} bytes, its content {there:,}")
-        return starts
 
-    def _part(self, name: str) -> Section:
-        return self.header.sections[_SECTIONS.index(name)]
+    def _within(self, part: str = "") -> AbstractContextManager[None]:
+        """Name the file and the part of it that is at fault in front of an error."""
+        return within(": ".join(filter(None, (self._name, part))))
+
+    def _bytes(self, start: int, size: int, crc32: int) -> bytes:
+        block = self._data[start : start + size]
+        if zlib.crc32(block) != crc32:
+            raise FileError("it is damaged: its checksum does not match")
+        return block
 
     def _section(self, name: str) -> bytes:
-        section = self._part(name)
-        with within(f"section {name!r}"):
-            with self.path.open("rb") as file:
-                block = _read(file, self._starts[name], section.size, section.crc32)
-            if name in _PLAIN_SECTIONS or not block:
-                if len(block) != section.raw:
-                    raise FileError(f"it has {len(block):,} bytes, the header says {section.raw:,}")
-                return block
-            return codec.unsqueeze(block, section.raw)
+        section = self.header.section(name)
+        with self._within(f"section {name!r}"):
+            block = self._bytes(self._starts[name], section.size, section.crc32)
+            if block and name not in PLAIN_SECTIONS:
+                return coder.unsqueeze(block, section.raw)
+            if len(block) != section.raw:
+                raise FileError(f"it has {len(block):,} bytes, the header says {section.raw:,}")
+            return block
 
-    def _tables(self) -> list[Table]:
+    def _per_value(self, name: str) -> tuple[Tensor, ...]:
+        """A section with one number for each value of each codebook."""
+        raw, sizes = self._section(name), self.header.codebooks.sizes
+        with self._within(f"section {name!r}"):
+            whole = coder.tensor_of(raw, self.header.layout.dtype, (-1,))
+            if whole.numel() != sum(sizes):
+                raise FileError(f"there are {whole.numel():,} numbers for {sum(sizes):,} values of codebooks")
+        return tuple(part.clone() for part in whole.split(list(sizes)))
+
+    def tables(self) -> list[coder.Table]:
         """For each tensor the table that it uses, with totals that agree with the shapes."""
         if self._tables_read is not None:
             return self._tables_read
-        entries, streams = self.header.layout.entries, self.header.streams
-        books = self.header.codebook_sizes
+        tensors, books = self.header.tensors, self.header.codebooks.sizes
         raw = self._section("tables")
-        tables: list[Table] = []
-        with within("section 'tables'"):
-            numbers = codec.numbers_from_bytes(raw)
-            sharing = sum(e.size for e, s in zip(entries, streams, strict=True) if not s.own_table)
-            shared, at = Table.read(numbers, 0, max(books), sharing) if sharing else (None, 0)
-            for entry, stream, division in zip(entries, streams, self.header.divisions, strict=True):
+        tables: list[coder.Table] = []
+        with self._within("section 'tables'"):
+            numbers = coder.numbers_from_bytes(raw)
+            sharing = sum(tensor.size for tensor in tensors if not tensor.own_table)
+            shared, at = coder.Table.read(numbers, 0, max(books), sharing) if sharing else (None, 0)
+            for tensor in tensors:
                 table = shared
-                if stream.own_table:
-                    with within(f"tensor {entry.name!r}"):
-                        alphabet = max(books[book] for book in division.codebooks)
-                        table, at = Table.read(numbers, at, alphabet, entry.size)
-                assert table is not None  # sharing is not zero if any tensor has no own table
+                if tensor.own_table:
+                    with within(f"tensor {tensor.name!r}"):
+                        alphabet = max(books[book] for book in tensor.codebooks)
+                        table, at = coder.Table.read(numbers, at, alphabet, tensor.size)
+                assert table is not None  # sharing is not zero if any tensor has no table of its own
                 tables.append(table)
             if at != len(numbers):
                 raise FileError(f"{len(numbers) - at:,} numbers are left over after the last table")
         self._tables_read = tables
         return tables
 
-    def _stream(self, file: BinaryIO, position: int) -> bytes:
-        stream = self.header.streams[position]
-        with within(f"tensor {self.header.layout.entries[position].name!r}"):
-            return _read(file, self._stream_starts[position], stream.size, stream.crc32)
-
-    def _decoded(self, stream: bytes, position: int, tables: Sequence[Table]) -> codec.Integers:
-        entry = self.header.layout.entries[position]
-        books = np.array(self.header.codebook_sizes)
-        dtype = torch.empty(0, dtype=index_dtype(int(books.max()))).numpy().dtype
-        with within(f"tensor {entry.name!r}"):
-            found = codec.decode(stream, tables[position], entry.size, dtype)
-            check_range(found, entry.shape, self.header.divisions[position], books)
-        return found
+    def _indices(self, position: int) -> Tensor:
+        """The indices of one tensor, as a vector."""
+        tensor, table = self.header.tensors[position], self.tables()[position]
+        dtype = torch.empty(0, dtype=self._index_dtype).numpy().dtype
+        with self._within(f"tensor {tensor.name!r}"):
+            stream = self._bytes(self._stream_starts[position], tensor.bytes, tensor.crc32)
+            return torch.from_numpy(coder.decode(stream, table, tensor.size, dtype))
 
     def _with_posterior(self, found: Compressed) -> Compressed:
-        kind = self.header.posterior
+        if self.header.posterior is Posterior.CENTRE:
+            found = replace(found, centre_sigma=self._per_value("posterior"))
         raw = self._section("posterior")
-        with within("section 'posterior'"):
-            if kind is Posterior.CENTRE:
-                sigma = tensor_of(raw, found.layout.dtype, (-1,))
-                if sigma.numel() != sum(self.header.codebook_sizes):
-                    raise FileError(f"there are {sigma.numel():,} sigmas, not one for each codebook value")
-                check_sigma(sigma)
-                books = tuple(part.clone() for part in sigma.split(list(self.header.codebook_sizes)))
-                return replace(found, centre_sigma=books)
-            if kind is Posterior.WEIGHT:
-                return replace(found, weight_sigma=sigmacodec.decode(found, raw))
-            if raw:
-                raise FileError("it has bytes where the header says that there is no posterior")
-            return found
+        with self._within("section 'posterior'"):
+            if self.header.posterior is Posterior.WEIGHT:
+                found = replace(found, weight_sigma=sigma_coder.decode(found, raw))
+            if self.header.posterior is Posterior.NONE and raw:
+                raise FileError("it has bytes although the header says that there is no posterior")
+            for sigma in (found.weight_sigma, *(found.centre_sigma or ())):
+                if sigma is not None:
+                    check_sigma(sigma)
+        return found
 
 
-def _header_block(prefix: bytes, file: BinaryIO, file_bytes: int) -> tuple[int, bytes]:
-    if len(prefix) < _PREFIX.size or prefix[:8] != MAGIC:
+def _read(source: PathOrFile) -> bytes:
+    """All bytes of a file. The first few are checked before the rest is read, which may be large."""
+    if isinstance(source, (str, os.PathLike)):
+        try:
+            with open(source, "rb") as file:
+                return _read(file)
+        except OSError as error:
+            raise FileError(error.strerror or str(error)) from error
+    prefix = source.read(PREFIX.size)
+    if len(prefix) < PREFIX.size or prefix[:8] != MAGIC:
         raise FileError("this is not a .pwfn file")
-    _, version, flags, size, raw_size, crc32 = _PREFIX.unpack(prefix)
+    _, version, flags, size, raw_size, _ = PREFIX.unpack(prefix)
     if version != VERSION:
-        raise FileError(f"it has version {version} of the format, known here is {VERSION}: use a newer pwfn")
+        raise FileError(f"version {version} of the format is not {VERSION}, the one known here: update pwfn")
     if flags != 0:
-        raise FileError(f"it has flags {flags:#06x} that are not known here: use a newer pwfn")
+        raise FileError(f"the flags {flags:#06x} are not known here: update pwfn")
     if max(size, raw_size) > HEADER_LIMIT:
         raise FileError(f"the header claims {max(size, raw_size):,} bytes: 2^24 are allowed")
-    if size > file_bytes - _PREFIX.size:
-        raise FileError(f"the header claims {size:,} bytes, the file has {file_bytes:,}: it is truncated")
-    with within("header"):
-        return raw_size, _read(file, _PREFIX.size, size, crc32)
-
-
-def _read(file: BinaryIO, start: int, size: int, crc32: int) -> bytes:
-    file.seek(start)
-    block = file.read(size)
-    if len(block) != size:
-        raise FileError(f"it is cut off after {len(block):,} of {size:,} bytes")
-    if zlib.crc32(block) != crc32:
-        raise FileError("it is damaged: its checksum does not match")
-    return block
-
-
-def _posterior_bytes(compressed: Compressed, kind: Posterior) -> bytes:
-    if kind is Posterior.NONE:
-        return b""
-    if kind is Posterior.WEIGHT:
-        return sigmacodec.encode(compressed)
-    sigmas = compressed.centre_sigmas()
-    assert sigmas is not None  # checked before
-    return b"".join(bytes_of(sigma) for sigma in sigmas)
-
-
-def _squeezed(block: bytes) -> bytes:
-    return codec.squeeze(block) if block else b""
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Puts the file's name before every error, and turns the system's into ours."""
-    try:
-        yield
-    except FileError as error:
-        if str(error).startswith(f"{path}: "):
-            raise
-        raise FileError(f"{path}: {error}") from error.__cause__
-    except OSError as error:
-        raise FileError(f"{path}: {error.strerror or error}") from error
-
-
-def loads(data: bytes) -> Compressed:
-    """Temporary."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "state.pwfn"
-        path.write_bytes(data)
-        return load(path)
+    return prefix + source.read()

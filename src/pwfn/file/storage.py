@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pwfn.errors import FileError
 
 
 def make_folder(path: str | Path) -> None:
-    """Make a folder and those above it, where they are not there yet.
+    """Make a folder and its parents where they do not exist.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     make_folder(Path(folder) / "a" / "b")
@@ -28,11 +28,11 @@ def make_folder(path: str | Path) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Gives a temporary path beside the target, and renames it to the target if all went well.
+    """Yield a temporary path beside the target, and rename it to the target on success.
 
-    What was at the target stays until the new file is complete and on disk; on an error of the
-    system (no space, no permission, no such folder) it stays for good, and the error says so. A
-    target that is a link, or has a mode of its own, keeps them.
+    The old file stays until the new one is complete and on disk. If the system fails (no space, no
+    permission, no such folder) it stays for good, and the error says so. A target that is a link, or has
+    a mode of its own, keeps it.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with replacing(Path(folder) / "a.txt") as temporary:
@@ -54,7 +54,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.chmod(mode)
         temporary.replace(target)
     except OSError as error:
-        kept = "; what was there before is as it was" if os.path.lexists(path) else ""
+        kept = "; the old file is unchanged" if os.path.lexists(path) else ""
         raise FileError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
     finally:
         if temporary is not None:
@@ -62,7 +62,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: str | Path) -> None:
-    """Remove what a process that was killed while it wrote has left half done, at any depth.
+    """Remove the temporary files of a process that was killed while it wrote, at any depth.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = (Path(folder) / ".a.txt.x1.part").write_text("ha")
@@ -75,21 +75,19 @@ def clear_leftovers(folder: str | Path) -> None:
 
 
 def _mode_of(target: Path, path: Path) -> int:
-    """The mode that the new file shall have: the old one's, or else what any new file gets."""
+    """The mode of the new file: that of the old one, or the default."""
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
-        # The process's mask can only be read by setting it.
+        # The mask of the process can be read only by setting it.
         mask = os.umask(0o077)
         os.umask(mask)
         return 0o666 & ~mask
     if stat.S_ISDIR(mode):
         raise FileError(f"{path}: is a folder: name a file in it")
     if not stat.S_ISREG(mode):
-        raise FileError(f"{path}: is not an ordinary file and would be replaced by one: name another")
-    # A rename needs no permission to write the old file, so that is asked for; root has every permission.
+        raise FileError(f"{path}: is not a regular file and would be replaced by one: name another")
+    # A rename does not need the permission to write the old file, so check it; root has every permission.
     if not mode & 0o222 or not os.access(target, os.W_OK):
-        raise FileError(
-            f"{path}: is read-only, and is left as it was: make it writable, or name another file"
-        )
+        raise FileError(f"{path}: is read-only: make it writable, or name another file")
     return stat.S_IMODE(mode)

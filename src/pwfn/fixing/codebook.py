@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pwfn.errors import WeightError
-from pwfn.fixing.unique import distinct
+from pwfn.fixing.unique import unique
 
 
 def merged(values: Tensor, most: int) -> Tensor:
@@ -22,7 +22,7 @@ def merged(values: Tensor, most: int) -> Tensor:
     """
     if not isinstance(most, int) or most < 1:
         raise WeightError(f"most is {most!r}: allowed is a whole number of at least 1")
-    book, index = distinct(values.detach())
+    book, index = unique(values.detach())
     if book.numel() <= most:
         return values.detach().clone()
     numbers = book.double().cpu().numpy()

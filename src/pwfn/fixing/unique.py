@@ -1,43 +1,42 @@
-"""The distinct values of a long vector that has few of them, without sorting it."""
+"""Unique values of a long vector that has few of them, without sorting it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_SHORT = 2**16  # below it, or on a GPU, a sort costs nothing
+_SHORT = 2**16  # shorter vectors, and those on a GPU, are simply sorted
 _SAMPLE = 2**14
-_MANY = 2**13  # with more distinct values than these a sort is quicker
+_MANY = 2**13  # with more unique values than this, sorting is faster
 
 
-def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct values, ascending, and for each element the index of its own; as ``torch.unique``.
+def unique(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Unique values, ascending, and the index of each element's value.
 
-    The values of a sample are taken for all there are; elements that prove to be others add theirs.
+    Equal to ``torch.unique(values, return_inverse=True)``, and several times faster on a CPU. The values of
+    a sample are the first guess; elements that are not among them add theirs.
 
-    >>> book, index = distinct(torch.tensor([0.5, -0.25, 0.5]))
+    >>> book, index = unique(torch.tensor([0.5, -0.25, 0.5]))
     >>> book.tolist(), index.tolist()
     ([-0.25, 0.5], [1, 0, 1])
     """
-    if values.device.type != "cpu" or values.numel() < _SHORT:
-        book, index = torch.unique(values, return_inverse=True)
-        return book, index
-    book = torch.unique(values[:: values.numel() // _SAMPLE])
-    while book.numel() <= _MANY:
-        index = torch.bucketize(values, book).clamp_max_(book.numel() - 1)
-        others = values[book[index] != values]
-        if others.numel() == 0:
-            return book, index
-        book = torch.unique(torch.cat((book, others[:_SHORT])))
+    if values.device.type == "cpu" and values.numel() >= _SHORT:
+        book = torch.unique(values[:: values.numel() // _SAMPLE])
+        while book.numel() <= _MANY:
+            index = torch.bucketize(values, book).clamp_max_(book.numel() - 1)
+            others = values[book[index] != values]
+            if others.numel() == 0:
+                return book, index
+            book = torch.unique(torch.cat((book, others[:_SHORT])))
     book, index = torch.unique(values, return_inverse=True)
     return book, index
 
 
-def counted(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct values, ascending, and how often each occurs.
+def unique_counts(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Unique values, ascending, and how often each occurs.
 
-    >>> [column.tolist() for column in counted(torch.tensor([0.5, -0.25, 0.5]))]
+    >>> [column.tolist() for column in unique_counts(torch.tensor([0.5, -0.25, 0.5]))]
     [[-0.25, 0.5], [1, 2]]
     """
-    book, index = distinct(values)
+    book, index = unique(values)
     return book, torch.bincount(index, minlength=book.numel())

@@ -23,7 +23,7 @@ _PACKED_PROJECTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Owner:
-    """One place where a parameter hangs in the module tree."""
+    """One place of a parameter in the module tree."""
 
     name: str
     layer: str
@@ -32,7 +32,7 @@ class Owner:
     parent: nn.Module | None
 
     def type_names(self) -> set[str]:
-        """The module's class and those it derives from, by bare and by full name."""
+        """The class of the module and its base classes, by short and by full name."""
         names: set[str] = set()
         for base in type(self.module).__mro__:
             names |= {base.__name__, f"{base.__module__}.{base.__qualname__}"}
@@ -48,7 +48,7 @@ class Selection:
         self._used: set[str] = set()
 
     def decide(self, owners: list[Owner], parameter: Tensor) -> tuple[Owner, str | None]:
-        """The owner to name the parameter by, and the reason to leave it out, if there is one."""
+        """The owner that names the parameter, and the reason to leave it out, if there is one."""
         excluded = self._first_match(self._exclude, owners)
         included = self._first_match(self._include, owners)
         if excluded is not None:
@@ -69,7 +69,7 @@ class Selection:
         return matched[0] if matched else None
 
     def check_all_used(self, owners: Sequence[Owner]) -> None:
-        """An error that suggests, if a selector has matched nothing."""
+        """Raise an error with a suggestion if a selector has matched nothing."""
         for selector in (*self._include, *self._exclude):
             if selector not in self._used:
                 known = [text for o in owners for text in (o.name, f"type:{type(o.module).__name__}")]
@@ -78,7 +78,7 @@ class Selection:
                 raise LayoutError(f"{selector!r} matches no parameter of the model: {hint}")
 
     def nothing_left(self, model: str, left_out: int) -> str:
-        """The sentence for a model of which nothing is compressed."""
+        """The error for a model of which nothing is compressed."""
         if self._exclude:
             return f"exclude= leaves nothing of {model} to compress ({left_out} parameters): exclude less"
         return (
@@ -100,7 +100,7 @@ def _matches(selector: str, owner: Owner) -> bool:
 
 
 def owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Owner]]]:
-    """Each distinct parameter with all the places it hangs, in order of first appearance."""
+    """Each parameter once, with all its places, in order of first appearance."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners: dict[int, tuple[nn.Parameter, list[Owner]]] = {}
     for layer, module in modules.items():
@@ -122,7 +122,7 @@ def _is_covered(owner: Owner) -> bool:
 
 
 def is_hf_conv1d(module: nn.Module) -> bool:
-    """``transformers``' Conv1D, a linear layer stored as (in, out); found without importing it."""
+    """Whether it is ``Conv1D`` of transformers, a linear layer stored as (in, out); does not import it."""
     names = {(base.__module__, base.__name__) for base in type(module).__mro__}
     return ("transformers.pytorch_utils", "Conv1D") in names
 
@@ -139,7 +139,7 @@ def _reason(owner: Owner) -> str:
 
 
 def check_model(model: object) -> None:
-    """An error unless the model is an eager module as its author wrote it."""
+    """Raise an error unless the model is a plain eager module."""
     if not isinstance(model, nn.Module):
         raise LayoutError(f"the model is a {type(model).__name__}: allowed is a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
@@ -153,7 +153,7 @@ def check_model(model: object) -> None:
 
 
 def check_compressible(owner: Owner, parameter: nn.Parameter) -> None:
-    """An error if a parameter that is to be compressed cannot be trained on the way."""
+    """Raise an error if a parameter to be compressed cannot be trained."""
     way_out = f"or leave it out with exclude=[{owner.name!r}]"
     if not parameter.is_floating_point():
         raise LayoutError(

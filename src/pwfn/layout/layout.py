@@ -1,9 +1,9 @@
-"""Which parameters of a model are compressed, where each lies in one flat vector, and why not.
+"""Which parameters of a model are compressed, where each is in one flat vector, and why others are not.
 
 layout = Layout.of(model)
 vector = layout.gather(model)          # one tensor with all compressed weights
 layout.views(vector)                   # {"layer1.conv.weight": a view of its slice, ...}
-print(layout.table())                  # every parameter: covered, or left out and why
+print(layout.table())                  # every parameter: its place, or why it is left out
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pwfn.layout.coverage import (
     owned_parameters,
 )
 
-# The name of a projection tells its part where the module's structure cannot.
+# The part of a projection, told by its name where the structure of the module does not show it.
 _PARTS_OF_NAME = {
     **dict.fromkeys(("qkv", "in_proj", "c_attn", "Wqkv"), ("q", "k", "v")),
     **dict.fromkeys(("q", "q_proj", "query", "to_q"), ("q",)),
@@ -37,7 +37,11 @@ _PARTS_OF_NAME = {
 }
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
-_SHARED_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")  # of keys and values, if fewer
+_SHARED_HEAD_COUNTS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)  # of keys and values, if there are fewer
 
 
 class Kind(StrEnum):
@@ -49,7 +53,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Attention:
-    """How the output axis of a projection divides: first into parts, then each into heads."""
+    """How the output axis of a projection is divided: first into parts, then each part into heads."""
 
     parts: tuple[str, ...]  # ("q", "k", "v") for a fused projection, one of them otherwise
     heads: int
@@ -67,11 +71,11 @@ class Entry:
     layer: str  # name of the module that owns it
     layer_type: str
     kind: Kind
-    aliases: tuple[str, ...] = ()  # other names of the same (tied) parameter
+    aliases: tuple[str, ...] = ()  # other names of the same, tied parameter
     input_axis: int | None = None
     attention: Attention | None = None
     channels_last: bool = False
-    groups: int = 1  # of a convolution: each has its own input channels, and its share of the outputs
+    groups: int = 1  # of a convolution
 
     @property
     def size(self) -> int:
@@ -93,7 +97,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One parameter that stays as it is, and why."""
+    """One parameter that is not compressed, and why."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,13 +108,13 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Layout:
-    """The compressed parameters of a model as slices of one vector, and the rest with reasons.
+    """The compressed parameters of a model as slices of one vector, and the reasons why others are left out.
 
-    Covered are the weights and biases of every convolution and linear layer: ``Conv1d/2d/3d``,
-    transposed, grouped, ``Linear``, ``Bilinear``, the packed projections of
-    ``nn.MultiheadAttention`` and ``Conv1D`` of transformers. ``include`` adds and ``exclude``
-    removes, by name pattern (``"blocks.*.attn.*"``), by class name (``"type:Embedding"``) or by
-    class (``nn.Embedding``). Tied weights are one weight.
+    Weights and biases of every convolution and linear layer are compressed: ``Conv1d/2d/3d``, transposed,
+    grouped, ``Linear``, ``Bilinear``, the packed projections of ``nn.MultiheadAttention`` and ``Conv1D`` of
+    transformers. ``include`` adds and ``exclude`` removes parameters, by name pattern
+    (``"blocks.*.attn.*"``), by class name (``"type:Embedding"``) or by class (``nn.Embedding``). Tied weights
+    count as one.
 
     >>> layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
     >>> layout.size, [entry.name for entry in layout.entries]
@@ -133,7 +137,7 @@ class Layout:
         include: Sequence[str | type] = (),
         exclude: Sequence[str | type] = (),
     ) -> Layout:
-        """Lay out a model's parameters, in the order in which the model defines them."""
+        """The layout of a model, in the order in which the model defines its parameters."""
         check_model(model)
         selection = Selection(include, exclude)
         entries: list[Entry] = []
@@ -170,7 +174,7 @@ class Layout:
         return cls(tuple(entries), tuple(left_out))
 
     def without_biases(self, reason: str) -> Layout:
-        """The weights alone; the biases are left out, and why.
+        """The layout without biases, which are left out for that reason.
 
         >>> layout = Layout.of(nn.Linear(3, 2)).without_biases("kept in full precision")
         >>> layout.size, [item.name for item in layout.left_out]
@@ -195,7 +199,7 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the vector: float32, or float64 where a parameter is; narrower ones fit exactly."""
+        """Type of the vector: float64 if any parameter is, else float32, which represents narrower types."""
         wide = any(entry.dtype == torch.float64 for entry in self.entries)
         return torch.float64 if wide else torch.float32
 
@@ -206,25 +210,24 @@ class Layout:
         devices = {str(piece.device) for piece in pieces}
         if len(devices) > 1:
             raise LayoutError(
-                f"the model lies on several devices ({', '.join(sorted(devices))}): "
-                "move it to one before it is compressed"
+                f"the model is on several devices ({', '.join(sorted(devices))}): move it to one of them"
             )
         return torch.cat(pieces)
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The vector cut into parameters, by every name each has; no copy for float32."""
+        """The vector cut into parameters, under every name of each; no copy for float32."""
         return self.named(self.pieces(vector))
 
     def pieces(self, vector: Tensor) -> list[Tensor]:
-        """The vector cut into one tensor for each entry, in its shape.
+        """The vector cut into one tensor per entry, in its shape.
 
-        One ``split`` rather than a slice each: its backward is one concatenation.
+        By one ``split`` instead of many slices: its backward is one concatenation.
         """
         parts = vector.split([entry.size for entry in self.entries])
         return [part.view(entry.shape) for entry, part in zip(self.entries, parts, strict=True)]
 
     def named(self, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
-        """One tensor for each entry by every name it has, in the parameter's type and memory format."""
+        """One tensor per entry under every name of it, in the type and memory format of the parameter."""
         named: dict[str, Tensor] = {}
         for entry, piece in zip(self.entries, pieces, strict=True):
             tensor = piece.to(entry.dtype)
@@ -235,7 +238,7 @@ class Layout:
         return named
 
     def entry(self, name: str) -> Entry:
-        """The entry of that name or alias."""
+        """The entry with that name or alias."""
         for entry in self.entries:
             if name == entry.name or name in entry.aliases:
                 return entry
@@ -252,7 +255,7 @@ class Layout:
         raise IndexError(position)
 
     def table(self) -> str:
-        """Every parameter of the model, a line each: covered, or left out and why."""
+        """One line per parameter of the model: where it is in the vector, or why it is left out."""
         rows = [("parameter", "shape", "weights", "in the vector")]
         for entry in self.entries:
             note = f"{entry.layer_type} {entry.kind} at {entry.offset:,}{_tied_text(entry.aliases)}"
@@ -271,7 +274,7 @@ class Layout:
 
 
 def _input_axis(module: nn.Module, shape: tuple[int, ...]) -> int | None:
-    """Axis of the input channels of a weight; None for vectors and for other modules."""
+    """Axis of the input channels of a weight; None for vectors and other modules."""
     if len(shape) < 2:
         return None
     if isinstance(module, _ConvTransposeNd) or is_hf_conv1d(module):
@@ -304,7 +307,7 @@ def _attention(owner: Owner, shape: tuple[int, ...]) -> Attention | None:
 
 
 def _is_thrice_its_input(module: nn.Module, outputs: int) -> bool:
-    """Whether q, k and v are alike in size: the fused k and v of cross-attention are only two."""
+    """Whether q, k and v have equal sizes: the fused layers of cross-attention have k and v only."""
     if isinstance(module, nn.MultiheadAttention):
         return True
     weight = module.get_parameter("weight")
@@ -312,7 +315,7 @@ def _is_thrice_its_input(module: nn.Module, outputs: int) -> bool:
 
 
 def _is_channels_last(parameter: Tensor) -> bool:
-    """By strides: where an axis has length 1, ``is_contiguous`` is true of both forms."""
+    """By strides, because ``is_contiguous`` is true for both formats if an axis has length 1."""
     form = _CHANNELS_LAST.get(parameter.dim())
     if form is None:
         return False
@@ -328,17 +331,13 @@ def _shape_text(shape: Sequence[int]) -> str:
     return "×".join(str(n) for n in shape) or "scalar"
 
 
-def _dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def held(layout: Layout, vector: Tensor) -> Tensor:
-    """The vector as its parameters can hold it: rounded where one is narrower than float32."""
+    """The vector as the parameters store it: rounded where their type is narrower than float32."""
     return torch.cat([vector[e.span].to(e.dtype).to(vector.dtype) for e in layout.entries])
 
 
 def untouched(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """Detached copies of all persistent state the layout does not cover, by state-dict name."""
+    """Detached copies of all tensors of the state dict that the layout does not cover."""
     covered = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
     state: Mapping[str, object] = model.state_dict()
     return {

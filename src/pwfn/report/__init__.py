@@ -1,8 +1,29 @@
-"""A run, or several side by side, as one HTML page that needs nothing beside it.
+"""One run, or several side by side, as one self-contained HTML page.
 
 write([Path("run")], Path("report.html"))
 """
 
-from pwfn.report.writing import write
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pwfn.errors import FileError
+from pwfn.file.storage import replacing
 
 __all__ = ["write"]
+
+
+def write(folders: Sequence[Path], out: Path) -> str:
+    """Read the runs, write the page, and say so in a sentence."""
+    # Deferred: importing this package imports neither torch's networks nor what draws.
+    from pwfn.report.page import page
+    from pwfn.report.reading import read_run
+
+    if not folders:
+        raise FileError("no run to report on: name the folder of one, as pwfn compress left it")
+    text = page([read_run(folder) for folder in folders]).encode()
+    with replacing(out) as temporary:
+        temporary.write_bytes(text)
+    runs = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
+    return f"{out}: {len(text):,} bytes, {runs}; open it in any browser"

@@ -1,137 +1,255 @@
-"""The whole page: its parts in order, in one file that needs nothing beside it."""
+"""The page: plain values of every run, put into ``page.html.j2``."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import Any
 
-from pwfn.report import details, saving, top, trust
-from pwfn.report.facts import RunFacts, facts_of
-from pwfn.report.figures import STYLE, Figure, figures
-from pwfn.report.markup import Markup, element, joined
-from pwfn.report.reading import RunData, names
-from pwfn.report.tables import Cell, Column, table
+import torch
+
+from pwfn.errors import FileError, PwfnError, cause
+from pwfn.evaluate.targets import pareto
+from pwfn.lab.costs import MOST_TERMS, Cost, Storage, cost_sheet
+from pwfn.report import formats
+from pwfn.report.figures import figures, sigma, style
+from pwfn.report.figures.accuracy import reliability
+from pwfn.report.reading import MODEL, UNCERTAINTY, Round, RunData, names
+from pwfn.report.repeat import Settings, compress_command, load_code
+from pwfn.run.resolve import network_of
 from pwfn.version import __version__
+from pwfn.zoo import models
 
-PARETO = "pareto"
-"""Key of the figure that stands beside the table of several runs."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page, with a line in its contents."""
-
-    key: str
-    title: str
-    body: Markup
-
-
-def page(runs: Sequence[RunData], drawn: Sequence[Figure] | None = None) -> str:
-    """The page of one run, or of several side by side; the same runs give the same bytes.
-
-    ``drawn`` are the figures, where they were made before.
-    """
-    facts = [facts_of(run, name) for run, name in zip(runs, names(runs), strict=True)]
-    found = list(figures(runs) if drawn is None else drawn)
-    sections = [part for part in _sections(facts, found) if part.body]
-    title = facts[0].model if len(facts) == 1 else f"{len(facts)} runs"
-    contents = element("ul", [element("li", element("a", s.title, href=f"#{s.key}")) for s in sections])
-    intro = joined(
-        top.heading(facts),
-        top.tiles(facts[0]) if len(facts) == 1 else "",
-        element("nav", contents, aria_label="Contents"),
-    )
-    body = element(
-        "div",
-        element("header", intro),
-        element("main", [_section(each) for each in sections]),
-        element("footer", f"Made by pwfn {__version__} from the runs’ own files. Nothing here is fetched."),
-        class_="page",
-    )
-    return _document(title, body)
+PARTS = {
+    "index": "indices, one per weight",
+    "table": "frequency tables",
+    "codebook": "codebooks",
+    "posterior": "sigmas",
+    "untouched": "tensors in full precision",
+    "header": "header and record",
+    "padding": "padding",
+}
+FORMATS = {
+    "fp32": "fp32",
+    "fp16": "fp16",
+    "int8": "int8, one scale per tensor",
+    Storage.INDICES: "indices of fixed width",
+    Storage.CODED: "indices, entropy-coded",
+}
 
 
-def _sections(runs: Sequence[RunFacts], drawn: Sequence[Figure]) -> list[Section]:
-    several = len(runs) > 1
-    beside = [figure for figure in drawn if several and figure.key == PARETO]
-    others = [figure for figure in drawn if figure not in beside]
-    compared = Markup("")
-    if several:
-        compared = element(
-            "div", top.side_by_side(runs), [_figure(each) for each in beside], class_="compared"
-        )
-    plots = element("div", [_figure(each) for each in others], class_="figures") if others else Markup("")
-    return [
-        Section("runs", "Side by side", compared),
-        Section("making", "How it was made", _of_each(runs, details.making)),
-        Section("figures", "Figures", plots),
-        Section("layers", "Layers", _of_each(runs, details.layers, folded=True)),
-        Section("bytes", "Where the bytes are", _of_each(runs, details.file_bytes, folded=True)),
-        Section("states", "After each round", _of_each(runs, details.states, folded=True)),
-        Section("saving", "What it saves", _of_each(runs, saving.section, folded=True)),
-        Section("trust", "Uncertainty", _of_each(runs, trust.section)),
-    ]
-
-
-def _of_each(runs: Sequence[RunFacts], part: Callable[[RunFacts], Markup], *, folded: bool = False) -> Markup:
-    """The part of every run that has it; where there are several, under its name, or folded into it."""
-    made = [(run, body) for run in runs if (body := part(run))]
-    if len(runs) == 1:
-        return joined([body for _, body in made])
-    if folded:
-        return joined([element("details", element("summary", run.name), body) for run, body in made])
-    return joined([joined(element("h3", run.name), body) for run, body in made])
-
-
-def _section(part: Section) -> Markup:
-    head = element("h2", part.title, id=f"{part.key}-title")
-    return element("section", head, part.body, id=part.key, aria_labelledby=f"{part.key}-title")
-
-
-def _figure(figure: Figure) -> Markup:
-    """What a figure shows, the figure, which has its own text alternative, and its numbers to unfold."""
-    numbers = Markup("")
-    if figure.table is not None:
-        header, rows = figure.table
-        columns = [Column(head, is_number=n > 0) for n, head in enumerate(header)]
-        cells = [[Cell(value) for value in row] for row in rows]
-        shown = table(f"Numbers of: {figure.title}", columns, cells)
-        numbers = element("details", element("summary", "The numbers"), shown)
-    return element(
-        "figure",
-        element("figcaption", element("h3", figure.title), element("p", figure.how_to_read, class_="how")),
-        element("div", Markup(figure.svg), class_="plot"),
-        numbers,
-        id=f"figure-{figure.key}",
-    )
-
-
-def _document(title: str, body: Markup) -> str:
-    style, script = STYLE + _asset("style.css"), _asset("script.js")
-    # The browser itself holds the page to it: no request, and no script but ours.
+def page(runs: Sequence[RunData]) -> str:
+    """The page of one run, or of several side by side; the same runs give the same bytes."""
+    views = [view(run, name, n) for n, (run, name) in enumerate(zip(runs, names(runs), strict=True), 1)]
+    drawn = figures(runs)
+    sections = {
+        "accuracy": "Accuracy against size" if len(runs) == 1 else "Side by side",
+        "load": "Load the file",
+        "making": "How it was made",
+        "figures": "Figures",
+        "layers": "Layers",
+        "bytes": "Where the bytes are",
+        "states": "After each round",
+        "costs": "Cost of an inference",
+        "uncertainty": "Uncertainty",
+    }
+    if len(runs) == 1 and not any(figure.key == "accuracy" for figure in drawn):
+        del sections["accuracy"]
+    for key in ("states", "uncertainty"):
+        if not any(each[key] for each in views):
+            del sections[key]
+    style_sheet, script = _asset("page.css"), _asset("page.js")
+    # The browser enforces it: no request, and no script but this one.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+    return _render(
+        title=runs[0].model if len(runs) == 1 else f"{len(runs)} runs",
+        runs=views,
+        changed=sorted({each.name for v in views for each in v["settings"].changed}),
+        sections=sections,
+        figures=drawn,
+        style_sheet=style_sheet,
+        script=script,
+        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
+        version=__version__,
     )
-    head = joined(
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name_="color-scheme", content="light dark"),
-        element("title", f"{title} – pwfn report"),
-        element("style", Markup(style)),
-    )
-    whole = element("html", element("head", head), element("body", body, _script(script)), lang="en")
-    return f"<!DOCTYPE html>\n{whole}\n"
 
 
-def _script(text: str) -> Markup:
-    return element("script", Markup(text))
+def _render(**values: Any) -> str:
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise PwfnError("the report needs jinja2: pip install 'pwfn[report]'") from error
+
+    def printable(value: Any) -> Any:
+        return formats.clean(value) if type(value) is str else value  # Markup stays as it is
+
+    environment = Environment(
+        autoescape=True, finalize=printable, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "shown": formats.shown,
+        "size": formats.size,
+        "duration": formats.duration,
+        "setting": formats.setting,
+        "svg": lambda figure: Markup(style.svg(figure)),
+    }
+    return environment.from_string(_asset("page.html.j2")).render(**values).strip() + "\n"
 
 
 def _asset(name: str) -> str:
     return resources.files("pwfn.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def view(run: RunData, name: str, number: int) -> dict[str, Any]:
+    """What the template needs of a run; ``number`` tells the ids of its figures apart."""
+    file, settings = run.file, Settings.of(run.settings)
+    command, command_note = compress_command(run, settings)
+    parts = {words: getattr(file, f"{part}_bytes") for part, words in PARTS.items()}
+    return {
+        "name": name,
+        "run": run,
+        "file": file,
+        "settings": settings,
+        "verdict": verdict(run),
+        "load_code": load_code(run),
+        "command": command,
+        "command_note": command_note,
+        "sigma_note": sigma.constant(run.history),
+        "parts": sorted(((words, n) for words, n in parts.items() if n), key=lambda part: -part[1]),
+        "formats": [(FORMATS.get(key, key), n) for key, n in file.rivals().items()],
+        "states": _states(run),
+        "costs": _costs(run),
+        "uncertainty": _uncertainty(run, number),
+    }
+
+
+def verdict(run: RunData) -> str:
+    """What came of a run, in one sentence."""
+    ratio, file = run.times_smaller, run.file
+    smaller = f"{ratio:.1f} times smaller than in fp32" if ratio > 1 else "No smaller than in fp32"
+    values = f"{file.weights:,} weights share {file.unique:,} value{'s' if file.unique != 1 else ''}"
+    return f"{smaller}, {change(run)}: {values}."
+
+
+def change(run: RunData) -> str:
+    """What became of the accuracy, in points."""
+    if run.points_lost is None:
+        return "accuracy not measured" if run.after is None else "accuracy before not measured"
+    points = f"{abs(run.points_lost):.2f}"
+    if points == "0.00":
+        return "accuracy unchanged"
+    return f"{points} points of accuracy {'lost' if run.points_lost > 0 else 'gained'}"
+
+
+def _states(run: RunData) -> list[tuple[Round, bool]]:
+    """The network as it would be after each round, and whether no other state beats it."""
+    known = [0.0 if math.isnan(state.accuracy) else state.accuracy for state in run.states]
+    points = [(accuracy, state.file_bytes) for accuracy, state in zip(known, run.states, strict=True)]
+    return list(zip(run.states, pareto(points), strict=True))
+
+
+def _costs(run: RunData) -> dict[str, Any]:
+    """The cost sheet of a network that can be made from the name in its file; else why there is none."""
+    try:
+        name = models.recorded(run.compressed.record)
+        network = network_of(run.compressed, name)
+        shape = models.input_shape(name, network)
+        if shape is None:
+            raise PwfnError(f"the input shape of {name!r} is not known")
+        sheet = cost_sheet(run.compressed, network, torch.zeros(1, *shape), file=run.folder / MODEL)
+    except PwfnError as error:
+        return {"trouble": str(error)}
+    traffic = sheet.whole.traffic
+    return {
+        "trouble": "",
+        "products": [(kind, n) for kind, n in _products(sheet.whole).items() if n],
+        "traffic": [(FORMATS[storage], traffic.of(storage)) for storage in Storage],
+        "energy": [
+            (each.arithmetic.replace("_", " "), FORMATS[each.storage], each) for each in sheet.whole.energy
+        ],
+        "assumptions": sheet.assumptions,
+    }
+
+
+def _products(whole: Cost) -> dict[str, int]:
+    kinds = {"left out: times 0": whole.skipped_macs, "a shift": whole.shift_macs}
+    for order in range(2, MOST_TERMS + 1):
+        plural = "s" if order > 2 else ""
+        kinds[f"{order} shifts, {order - 1} addition{plural}"] = whole.macs_by_order.get(order, 0)
+    kinds["still a multiplication"] = whole.multiplied_macs
+    kinds["without a compressed weight"] = whole.uncompressed_macs
+    return kinds
+
+
+MEASURES = {
+    "nll": ("NLL", ".4f", "Negative log-likelihood in nats; lower is better"),
+    "brier": ("Brier", ".4f", "Brier score; lower is better"),
+    "calibration_error": ("Calibration", ".4f", "Expected calibration error; lower is better"),
+    "risk_coverage_area": ("AURC", ".5f", "Area under the risk–coverage curve; lower is better"),
+    "temperature": ("T", ".3f", "Temperature, fitted on other examples; – for none"),
+}
+
+
+def _uncertainty(run: RunData, number: int) -> dict[str, Any] | None:
+    """What ``pwfn evaluate`` found, checked: a table, one per other data set, comparisons and a figure."""
+    found = run.uncertainty
+    if found is None:
+        return None
+    try:
+        rows = found["rows"]
+        used = {key: measure for key, measure in MEASURES.items() if any(key in row for row in rows)}
+        draws = f"{found['samples']} draws from the posterior" if found.get("samples") else ""
+        bins: Mapping[str, Any] = found.get("reliability", {})
+        return {
+            "preamble": "; ".join(filter(None, (draws, str(found.get("split", ""))))),
+            "measures": list(used.values()),
+            "rows": [
+                (str(row["name"]), _number(row["accuracy"]), [_number(row.get(key)) for key in used])
+                for row in rows
+            ],
+            "detection": _detection(rows),
+            "comparisons": [
+                (str(c["rival"]), _number(c["difference"]), _number(c["standard_error"]), str(c["verdict"]))
+                for c in found.get("comparisons", [])
+            ],
+            "reliability": reliability(bins, f"reliability-{number}"),
+            "notes": [str(note) for note in found.get("notes", [])],
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(
+            f"{run.folder / UNCERTAINTY}: is not what pwfn evaluate writes ({cause(error)}): write "
+            "it again, or remove it"
+        ) from error
+
+
+def _detection(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str], list[Any]]]:
+    """For each other data set: its name, the scores of uncertainty, and by row their AUROC and FPR95."""
+
+    def by_score(row: Mapping[str, Any], measure: str, place: str) -> Mapping[str, Any]:
+        found = row.get(measure, {}).get(place, {})
+        return found if isinstance(found, Mapping) else {"": found}
+
+    made = []
+    for place in dict.fromkeys(place for row in rows for place in row.get("auroc", {})):
+        scores = list(dict.fromkeys(score for row in rows for score in by_score(row, "auroc", place)))
+        cells = [
+            (
+                str(row["name"]),
+                *(
+                    [_number(by_score(row, m, place).get(score)) for score in scores]
+                    for m in ("auroc", "fpr95")
+                ),
+            )
+            for row in rows
+        ]
+        made.append((str(place), [str(score).replace("_", " ") for score in scores], cells))
+    return made
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

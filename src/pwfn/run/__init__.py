@@ -1,1 +1,1 @@
-"""A run in a folder: settings and data by name, checkpoints, forecast, console."""
+"""A run in a folder: names resolved to network and data, checkpoints, forecast, console."""

@@ -1,40 +1,40 @@
-"""A run's progress on disk: written whole, checked when it is read, two of them kept.
+"""Checkpoints: a run's progress on disk, when it is written, and how a signal ends the run.
 
-A checkpoint file is ``PWFNCKP4``, the SHA-256 of what follows, and a torch archive of plain values
-and tensors that is read with ``weights_only``: nothing in it is ever run.
+A checkpoint file is ``PWFNCKP5``, the SHA-256 of what follows, and a torch archive of plain values and
+tensors. It is read with ``weights_only``, so that nothing in it is ever executed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import FrameType, UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import torch
 
-from pwfn.evaluate.score import Scores
-from pwfn.bayes.train import Fitting
-from pwfn.errors import FileError
-from pwfn.evaluate.entropy import Pool
-from pwfn.evaluate.targets import Choice, State
-from pwfn.evaluate.trace import Trace
+from pwfn.bayes.distributed import Distributed
+from pwfn.errors import FileError, PwfnError
 from pwfn.file.storage import make_folder, replacing
-from pwfn.fixing.record import FixRecord, FixStep, Move
-from pwfn.progress import Progress, Round
+from pwfn.progress import Progress
 
-_MAGIC = b"PWFNCKP4"
+_NAME, _VERSION = b"PWFNCKP", b"5"
+_MAGIC = _NAME + _VERSION
 _KEPT = 2
 
 
 @dataclass(frozen=True)
 class Store:
-    """The checkpoints of one run: ``checkpoint-000001.pt``, … in a folder of their own."""
+    """The checkpoints of one run: ``checkpoint-000001.pt`` and so on, in their own folder."""
 
     folder: Path
-    identity: Mapping[str, Any]  # what a run must have in common with the one it goes on from
+    identity: Mapping[str, Any]  # what a run must have in common with the one that it resumes
 
     def save(self, progress: Progress) -> Path:
         """Write the next checkpoint, and remove all but the newest two."""
@@ -52,29 +52,27 @@ class Store:
         return path
 
     def newest(self) -> Progress | None:
-        """The newest sound checkpoint; None if there is none.
+        """The newest intact checkpoint, or None.
 
-        One that is torn or damaged is passed over for the one before it. A sound one of another
-        run is an error that says in what the two differ.
+        A truncated or damaged file is skipped. A checkpoint of another run, or of another version of pwfn,
+        is an error.
         """
         for path in reversed(self.paths()):
             found = _read(path)
-            if found is not None:
-                self._check_identity(path, found["identity"])
-                return from_plain(found["progress"])
+            if found is None:
+                continue
+            different = list(_differences(found["identity"], self.identity))
+            if different:
+                raise FileError(
+                    f"{path}: belongs to another run, whose {'; '.join(different[:5])}: use another folder, "
+                    "or the settings of that run"
+                )
+            return from_plain(found["progress"])
         return None
 
     def paths(self) -> list[Path]:
         """The files, oldest first."""
         return sorted(self.folder.glob("checkpoint-[0-9]*.pt"))
-
-    def _check_identity(self, path: Path, theirs: Mapping[str, Any]) -> None:
-        differing = list(_differences(theirs, self.identity))
-        if differing:
-            raise FileError(
-                f"{path}: is of another run, whose {'; '.join(differing[:5])}: start in another folder, or "
-                "with the settings of that run"
-            )
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -83,15 +81,20 @@ def _read(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror}") from error
     head = len(_MAGIC) + hashlib.sha256().digest_size
+    if raw.startswith(_NAME) and raw[len(_NAME) : len(_MAGIC)].isdigit() and not raw.startswith(_MAGIC):
+        raise FileError(
+            f"{path}: was written by another version of pwfn: finish the run with that version, or start "
+            "again in another folder"
+        )
     content = raw[head:]
-    if raw[: len(_MAGIC)] != _MAGIC or hashlib.sha256(content).digest() != raw[len(_MAGIC) : head]:
+    if not raw.startswith(_MAGIC) or hashlib.sha256(content).digest() != raw[len(_MAGIC) : head]:
         return None
     found: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return found
 
 
 def _differences(theirs: Any, ours: Any, where: str = "") -> Iterator[str]:
-    """What differs between two nested mappings, as sentences' ends."""
+    """What differs between two nested mappings, as text."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in sorted(theirs.keys() | ours.keys()):
             yield from _differences(theirs.get(key), ours.get(key), f"{where}.{key}" if where else str(key))
@@ -99,76 +102,97 @@ def _differences(theirs: Any, ours: Any, where: str = "") -> Iterator[str]:
         yield f"{where} is {theirs!r}, not {ours!r}"
 
 
-def to_plain(progress: Progress) -> dict[str, Any]:
-    """Plain values and tensors only."""
-    fitting = progress.fitting
-    return {
-        "rounds": [_plain_round(done) for done in progress.rounds],
-        "states": [_plain_state(state) for state in progress.states],
-        "choice": asdict(progress.choice) if progress.choice else None,
-        "before": asdict(progress.before) if progress.before else None,
-        "state": progress.state,
-        "finished": progress.finished,
-        "batches": progress.batches,
-        "random": progress.random,
-        "fitting": [getattr(fitting, field.name) for field in fields(Fitting)] if fitting else None,
-        "seconds": progress.seconds,
-        "optimizer": progress.optimizer,
-        "start": progress.start.to_plain() if progress.start else None,
-    }
+def to_plain(value: Any) -> Any:
+    """A dataclass as nested mappings and lists of plain values and tensors; mappings stay as they are.
+
+    >>> to_plain(Progress(batches=3))["batches"]
+    3
+    """
+    if is_dataclass(value):
+        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, tuple):  # named tuples too: a weights-only load does not know the class
+        return [to_plain(item) for item in value]
+    if isinstance(value, bytes):  # a weights-only load refuses bytes
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    return value.value if isinstance(value, Enum) else value
 
 
-def from_plain(plain: Mapping[str, Any]) -> Progress:
-    """What ``to_plain`` was given."""
-    return Progress(
-        rounds=[_round(done) for done in plain["rounds"]],
-        states=[_state(state) for state in plain["states"]],
-        choice=Choice(**plain["choice"]) if plain["choice"] else None,
-        before=Scores(**plain["before"]) if plain["before"] else None,
-        state=plain["state"],
-        finished=plain["finished"],
-        batches=plain["batches"],
-        random=plain["random"],
-        fitting=Fitting(*plain["fitting"]) if plain["fitting"] else None,
-        seconds=plain["seconds"],
-        optimizer=plain["optimizer"],
-        start=Trace.of_plain(plain["start"]) if plain["start"] else None,
-    )
+def from_plain(plain: Any, kind: Any = Progress) -> Any:
+    """The inverse of :func:`to_plain`: a value of this type.
+
+    >>> from_plain(to_plain(Progress(batches=3))) == Progress(batches=3)
+    True
+    """
+    if plain is None:
+        return None
+    if isinstance(kind, UnionType):  # X | None
+        kind = next(option for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        kinds = inner[:1] * len(plain) if inner[-1] is Ellipsis else inner
+        return tuple(map(from_plain, plain, kinds))
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        return kind(**{name: from_plain(value, hints[name]) for name, value in plain.items()})
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        hints = get_type_hints(kind)
+        return kind(*map(from_plain, plain, hints.values()))
+    if kind is bytes:
+        return plain.numpy().tobytes()
+    return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain
 
 
-def _plain_round(done: Round) -> dict[str, Any]:
-    # asdict leaves named tuples as they are, and those are classes of ours.
-    fix = {
-        "fraction": done.fix.fraction,
-        "fixed": done.fix.fixed,
-        "steps": [tuple(step) for step in done.fix.steps],
-        "moves": [tuple(move) for move in done.fix.moves],
-    }
-    observed = [seen.to_plain() for seen in done.observed]
-    return {**asdict(replace(done, observed=())), "fix": fix, "observed": observed}
+class StoppedError(PwfnError):
+    """The run was stopped by Ctrl-C or by the system, and has left a checkpoint."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; resume with --out {folder} --resume")
+        self.exit_status = 128 + number  # as in a shell
 
 
-def _round(plain: Mapping[str, Any]) -> Round:
-    fix = plain["fix"]
-    record = FixRecord(
-        fix["fraction"],
-        fix["fixed"],
-        tuple(FixStep(*step) for step in fix["steps"]),
-        tuple(Move(*move) for move in fix["moves"]),
-    )
-    scores = Scores(**plain["scores"]) if plain["scores"] else None
-    quartiles = tuple(plain["sigma_quartiles"]) if plain["sigma_quartiles"] else None
-    changed = {"fix": record, "fixed": Pool(**plain["fixed"]), "scores": scores, "sigma_quartiles": quartiles}
-    observed = tuple(Trace.of_plain(seen) for seen in plain["observed"])
-    return Round(**{**plain, **changed, "observed": observed})
+class Keeper:
+    """Decides after each step whether to write a checkpoint, and stops the run after a signal.
 
+    A checkpoint is written every so many minutes, at the end of every training phase (what follows may take
+    long), and after a signal. All processes decide alike, after the same step. A second Ctrl-C stops at
+    once.
+    """
 
-def _plain_state(state: State) -> dict[str, Any]:
-    # As a tensor: a weights-only load takes no bytes.
-    content = torch.frombuffer(bytearray(state.content), dtype=torch.uint8)
-    return {**asdict(state), "content": content}
+    def __init__(self, folder: Path, store: Store, minutes: float, distributed: Distributed) -> None:
+        self._folder, self._store, self._distributed = folder, store, distributed
+        self._seconds = 60 * minutes
+        self._written = time.monotonic()
+        self._signal = 0
 
+    def __enter__(self) -> Self:
+        try:
+            self._before = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # only the main thread can handle signals
+            self._before = {}
+        return self
 
-def _state(plain: Mapping[str, Any]) -> State:
-    scores = Scores(**plain["scores"]) if plain["scores"] else None
-    return State(**{**plain, "scores": scores, "content": plain["content"].numpy().tobytes()})
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self, progress: Callable[[], Progress], ends: bool) -> None:
+        """After a step: write a checkpoint if it is time, and stop if there was a signal."""
+        due = self._distributed.leads and (ends or time.monotonic() - self._written >= self._seconds)
+        stop, write = self._distributed.largest([self._signal, int(due)])
+        if not stop and not write:
+            return
+        now = progress()
+        self._distributed.first(lambda: self._store.save(now) and None)
+        self._written = time.monotonic()
+        if stop:
+            raise StoppedError(self._folder, stop)
+
+    def before_batch(self) -> None:
+        """Before a batch of test data: stop if there was a signal; the last step's checkpoint is there."""
+        if self._signal:
+            raise StoppedError(self._folder, self._signal)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._signal and number == signal.SIGINT:
+            raise StoppedError(self._folder, number)
+        self._signal = number

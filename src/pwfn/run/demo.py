@@ -1,130 +1,74 @@
-"""The main job on a small embedded problem: train a network on digits, then fix its weights."""
+"""The demo: train a small network on scikit-learn's digits, then compress it as ``pwfn compress`` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.randomness import seeded
-from pwfn.compress import Result, compress
 from pwfn.config import Config
-from pwfn.evaluate.inspect import inspect
-from pwfn.file.format import load
-from pwfn.file.storage import make_folder
-from pwfn.progress import Progress
-from pwfn.run.console import HEADER, round_line
-from pwfn.zoo import data, models
+from pwfn.file.storage import replacing
+from pwfn.result import Result
+from pwfn.run.console import View
+from pwfn.run.folder import prepare, run
+from pwfn.run.options import RunOptions
+from pwfn.run.resolve import open_data
+from pwfn.zoo import models
 
-_PRETRAINING_EPOCHS = 12
-FILE = "model.pwfn"
-
-
-def settings(preset: str, seed: int) -> Config:
-    """A preset, with sigma, where it learns, ten times as fast: a round here is 129 steps, not thousands.
-
-    The regulariser moves sigma by a set amount a step, so that in a run this short it would
-    otherwise hardly leave its start. What is recommended is a sigma that does not learn.
-    """
-    return Config.preset(preset).override({"seed": seed, "training.sigma_learning_rate": 0.01})
+CPU = torch.device("cpu")
+MODEL, DATA, BATCH_SIZE, EPOCHS = "digits_resnet", "digits", 32, 12
 
 
-def pretrained(train: data.TensorLoader, seed: int) -> nn.Module:
+def demo(
+    config: Config, out: Path | None, view: View | None = None, say: Callable[[str], None] = print
+) -> Result:
+    """Train the network, then compress it into ``out``, a run folder; without it, nothing is left."""
+    with TemporaryDirectory() as temporary, _one_thread():
+        folder = out or Path(temporary) / "demo"
+        prepare(folder)  # an error before the work, not after it
+        weights = folder / "weights.safetensors"
+        options = RunOptions(MODEL, DATA, folder, str(weights), batch_size=BATCH_SIZE, device="cpu")
+        say(f"Training a small residual network on handwritten digits, {EPOCHS} epochs …")
+        with replacing(weights) as path:
+            save_file(pretrained(options, config.seed).state_dict(), path)
+        say(
+            "Compressing it: each round trains the network, then fixes more of its weights to shared values, "
+            "those near zero first."
+        )
+        return run(options, config, view, Distributed(CPU))
+
+
+def pretrained(options: RunOptions, seed: int) -> nn.Module:
     """The demo's network, trained from scratch with a one-cycle learning rate."""
-    with seeded(seed, torch.device("cpu")):
-        model = models.digits_resnet()
+    with seeded(seed, CPU):
+        model = models.create(MODEL).train()
+        preparation = models.data_config(MODEL, model)
+        train = open_data(options, preparation, seed, Distributed(CPU)).train
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
-        steps = _PRETRAINING_EPOCHS * len(train)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-        model.train()
-        for number in range(_PRETRAINING_EPOCHS):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(train))
+        for number in range(EPOCHS):
             for images, targets in train.epoch(number):
                 optimizer.zero_grad()
                 F.cross_entropy(model(images), targets).backward()
                 optimizer.step()
-                schedule.step()
+                scheduler.step()
     return model.eval()
 
 
-def run(config: Config, say: Callable[[str], None] = print, out: Path | None = None) -> Result:
-    """Train, compress and report, a line a round; with ``out``, write ``out/model.pwfn`` too."""
-    if out is not None:
-        make_folder(out)  # before the work, not after it
-    train, test = data.digits()
-    model = pretrained(train, config.seed)
-    size = sum(p.numel() for p in model.parameters())
-    say(f"A residual network with {size:,} parameters, trained on {len(train.images):,} images of digits.")
-    say(HEADER)
-
-    def on_round(progress: Progress) -> None:
-        say(round_line(progress.rounds[-1]))
-
-    result = compress(model, train, test, config, on_round=on_round)
-    for line in summary_lines(result):
-        say(line)
-    if out is not None:
-        for line in _file_lines(result, out, test):
-            say(line)
-    return result
-
-
-def _file_lines(result: Result, out: Path, test: data.TensorLoader) -> list[str]:
-    """Save the network, and say what the file itself holds: its size, and its accuracy when loaded."""
-    path = out / FILE
-    result.save(path, record={"model": "digits_resnet"})
-    model = load(path).apply_to(models.digits_resnet()).eval()
-    with torch.no_grad():
-        right = sum(int((model(images).argmax(1) == targets).sum()) for images, targets in test)
-    facts = inspect(path, zstd=False)
-    return [
-        f"{path}: {facts.file_bytes:,} bytes; loaded from it, {right} of {len(test.targets)} images right",
-        f"the same network in fp32: {facts.fp32_bytes:,} bytes; in fp16: {facts.fp16_bytes:,}; "
-        f"in int8: {facts.int8_bytes:,}",
-    ]
-
-
-def summary_lines(result: Result) -> list[str]:
-    """The result in a few lines: accuracy before and after, and what the weights have become."""
-    whole = result.summary.whole
-    lines = []
-    if (
-        result.before
-        and result.after
-        and result.before.metric is not None
-        and result.after.metric is not None
-    ):
-        lines.append(
-            f"accuracy on {result.after.examples:,} test images: {result.before.metric:.2%} before, "
-            f"{result.after.metric:.2%} after"
-        )
-    lines.append(
-        f"{whole.weights:,} weights now take {whole.unique} values, {whole.entropy_bits:.3f} bits of "
-        f"entropy each; {whole.power_of_two_share:.1%} are zero or a power of two"
-    )
-    return lines
-
-
-def facts(result: Result, out: Path | None = None) -> dict[str, Any]:
-    """The same as plain numbers, rounds included; with ``out``, what is inside the file there too."""
-    return {
-        **({"file": inspect(out / FILE, zstd=False).to_dict()} if out is not None else {}),
-        "before": result.before.to_dict() if result.before else None,
-        "after": result.after.to_dict() if result.after else None,
-        **asdict(result.summary.whole),
-        "rounds": [
-            {
-                "fraction": done.fix.fraction,
-                "fixed": done.fix.fixed,
-                "loss": done.loss,
-                "metric": done.scores.metric if done.scores else None,
-                "seconds": done.seconds,
-                **asdict(done.fixed),
-            }
-            for done in result.rounds
-        ],
-    }
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Images of 8×8 pixels gain nothing from more threads, which wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

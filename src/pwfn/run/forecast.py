@@ -1,141 +1,143 @@
-"""What a run will take, from one real step and one real clustering: memory, time and the file's size."""
+"""A dry run: memory, time and file size, estimated from a few real steps and a real fixing."""
 
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.fold_batchnorm import lighten
+from pwfn.bayes.fold_batchnorm import shrink_uncompressed
+from pwfn.bayes.method import METHODS, FixedNetwork
+from pwfn.bayes.optimizer import optimizer_for
+from pwfn.bayes.randomness import rank_seed, seeded
 from pwfn.bayes.train import fit, steps_in
+from pwfn.compress import Run
 from pwfn.config import Config
 from pwfn.evaluate.entropy import Pool
 from pwfn.file.format import dumps
-from pwfn.lab import baselines as methods
-from pwfn.lab.baselines import Method
-from pwfn.rounds import Run
 from pwfn.run.console import duration
 from pwfn.run.options import RunOptions
-from pwfn.run.resolve import opened
+from pwfn.run.resolve import resolve
 
 _ENOUGH_SECONDS = 3.0  # of timed steps
-_SLOW_SECONDS = 30.0  # the first step, which warms up, counts only where it takes so long
+_SLOW_SECONDS = 30.0  # the first step, which includes warm-up, is used only if it takes this long
 _MOST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take, as far as one step and one clustering can tell."""
+    """What a run will need. Bits and bytes are those of the weights fixed without training."""
 
     step_seconds: float
     epoch_seconds: float
-    fixing_seconds: float  # of one round, at most
+    fixing_seconds: float  # of the slowest round
     scoring_seconds: float  # of all test data, once
     total_seconds: float
-    steps: int  # in the whole run
-    memory_bytes: int  # at its peak: of the device, or of the process on a CPU
-    device_bytes: int | None  # in all
+    steps: int  # of the whole run
+    memory_bytes: int  # peak: of the device, or of the process on a CPU
+    device_bytes: int | None  # of the device in total
     file_bytes: int
     entropy_bits: float
     unique: int
-    file_of: str  # what it was reckoned from
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        """For people."""
+    def __str__(self) -> str:
         memory = f"{self.memory_bytes / 2**30:.2f} GiB"
         if self.device_bytes:
-            memory += f" of the device's {self.device_bytes / 2**30:.1f}"
-        return [
-            f"memory: {memory} at the peak",
-            f"time: {self.step_seconds:.3g} s a step, {duration(self.epoch_seconds)} an epoch, "
-            f"{duration(self.scoring_seconds)} to score, {duration(self.fixing_seconds)} to fix; "
-            f"{self.steps:,} steps, {duration(self.total_seconds)} in all",
-            f"file: about {self.file_bytes:,} bytes, {self.entropy_bits:.2f} bits a weight, "
-            f"{self.unique} values (of {self.file_of})",
-        ]
+            memory += f" of the device's {self.device_bytes / 2**30:.1f} GiB"
+        return (
+            f"memory: {memory} at the peak\n"
+            f"time: {duration(self.total_seconds)} in total, {self.step_seconds:.3g} s per step "
+            f"({self.steps:,} steps), {duration(self.epoch_seconds)} per epoch, "
+            f"{duration(self.scoring_seconds)} per scoring, {duration(self.fixing_seconds)} per fixing\n"
+            f"file: about {self.file_bytes:,} bytes, {self.entropy_bits:.2f} bits per weight, "
+            f"{self.unique} values (estimated without training)"
+        )
 
 
 def forecast(options: RunOptions, config: Config, distributed: Distributed | None = None) -> Forecast:
-    """Do one real step at the full batch and the clustering, and reckon the rest; nothing is written.
+    """Do a few real steps at the full batch size and every fixing, and estimate the rest; writes nothing.
 
     A missing folder, a label out of range or a batch too large is found here as the run would find it.
     """
     distributed = distributed or distributed_for(options.device)
     if distributed.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(distributed.device)
-    found = opened(options, config, distributed)
-    run = Run(
-        found.model, found.data.train, found.data.test, config, distributed, F.cross_entropy, None, False
-    )
-    step_seconds = _step_seconds(run)
-    memory = _peak_bytes(distributed.device)
-    scoring_seconds = _scoring_seconds(run)
-    fresh = methods.of(config)(found.model, config).to(distributed.device)
-    run.begin(fresh)
-    net, fixing_seconds = _fixed(fresh, run)
-    lighten(net.model, config.finish)
-    compressed = net.finish()
+    found = resolve(options, config, distributed)
+    with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
+        run = Run(
+            *(found.model, found.data.train, found.data.test, config, distributed),
+            *(F.cross_entropy, None, False),
+        )
+        step_seconds = _step_seconds(run)
+        memory = _peak_bytes(distributed.device)
+        scoring_seconds = _scoring_seconds(run)
+        # A new network: the other one has been trained for a few steps.
+        net = METHODS[config.method](found.model, config).to(distributed.device)
+        run.start_network(net)
+        fixing_seconds = max(_seconds(partial(net.fix, phase.fraction)) for phase in run.phases)
+        fixed = FixedNetwork(net, net.finish())
+        shrink_uncompressed(fixed.model, config.finish)
+        compressed = fixed.finish()
     pool = Pool.of(compressed.values())
-    steps, finish = sum(run.stretches()), config.finish
-    # A forward pass is about a third of a step, which goes forward and back.
-    rounds = len(run.plan)
-    times = 2 * finish.reestimate_batchnorm + rounds * config.schedule.reestimate_in_rounds
-    gathered = times * steps_in(finish.reestimate_epochs, run.epoch)
+    rounds, steps, polish = len(run.phases), sum(run.phase_steps()), run.polish_steps > 0
+    states = rounds if config.target.wanted else 0  # each is fixed, re-estimated and scored like the end
+    # A forward pass takes about a third of the time of a step, which goes forward and back.
+    passes = (1 + polish + states) * steps_in(config.finish.reestimate_epochs, run.batches_per_epoch)
+    batch_seconds = step_seconds / config.training.accumulate
     return Forecast(
         step_seconds=step_seconds,
-        epoch_seconds=step_seconds * run.epoch / config.training.accumulate,
+        epoch_seconds=batch_seconds * run.batches_per_epoch,
         fixing_seconds=fixing_seconds,
         scoring_seconds=scoring_seconds,
         total_seconds=steps * step_seconds
-        + gathered * step_seconds / config.training.accumulate / 3
-        + rounds * fixing_seconds
-        + (rounds + 2) * scoring_seconds,
+        + passes * batch_seconds / 3
+        + (rounds + states) * fixing_seconds
+        + (rounds + states + 2) * scoring_seconds,
         steps=steps,
         memory_bytes=memory,
         device_bytes=_device_bytes(distributed.device),
         file_bytes=len(dumps(compressed)),
         entropy_bits=pool.entropy_bits,
         unique=pool.unique,
-        file_of=net.forecast_of,
     )
 
 
 def _step_seconds(run: Run) -> float:
-    """Of a real step; the network trained on the way is not used for anything else."""
-    batches = run.train.endless()
-    run.begin(run.net)
-    optimizer = torch.optim.SGD(run.net.parameters(), lr=0.0, momentum=run.config.training.momentum)
+    """The median of a few real steps, as the run takes them."""
+    net, training, batches = run.net, run.config.training, run.train.endless()
+    run.start_network(net)
+    alone = run.distributed.world == 1 and training.accumulate == 1
+    optimizer = optimizer_for(net, training, run.config.seed, fused=alone)
 
     def step() -> None:
         fit(
-            run.net,
-            batches,
-            1,
-            run.objective,
-            run.config.training,
+            *(net, batches, 1, run.objective, training),
             optimizer=optimizer,
             where="dry run",
+            seed=run.config.seed,
             distributed=run.distributed,
         )
 
     first = _seconds(step)
-    if first > _SLOW_SECONDS or run.distributed.world > 1:  # several processes could not agree how often
+    if first > _SLOW_SECONDS or run.distributed.world > 1:  # processes could not agree on the number
         return first
     timed: list[float] = []
     while len(timed) < _MOST_STEPS and sum(timed) < _ENOUGH_SECONDS:
         timed.append(_seconds(step))
-    return sorted(timed)[len(timed) // 2]
+    return statistics.median(timed)
 
 
 def _scoring_seconds(run: Run) -> float:
@@ -153,20 +155,7 @@ def _scoring_seconds(run: Run) -> float:
     return _seconds(score) * count
 
 
-def _fixed(net: Method, run: Run) -> tuple[Method, float]:
-    """What comes between the stretches, on the weights as they are, and the seconds of the longest."""
-    longest = 0.0
-    for number, (steps, stretch) in enumerate(zip(run.stretches(), run.plan, strict=False), 1):
-        net.rehearse(steps)
-
-        def between(number: int = number, fraction: float = stretch.fraction) -> None:
-            net.between(number, fraction)
-
-        longest = max(longest, _seconds(between))
-    return net, longest
-
-
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     _wait()
     started = time.perf_counter()
     work()

@@ -1,4 +1,4 @@
-"""From names to things: the network with its weights, the data, and what tells one run from another."""
+"""From names to objects: the network with its weights, the data, and the identity of a run."""
 
 from __future__ import annotations
 
@@ -22,21 +22,34 @@ from pwfn.zoo.models import DataConfig
 
 
 @dataclass(frozen=True)
-class Opened:
+class Resolved:
     """Everything that a run needs, found and checked."""
 
     model: nn.Module
     preparation: DataConfig  # of images
     data: Data
-    classes: int | None  # where the network has not its usual number of them
-    identity: dict[str, Any]  # what a run must have in common with the one it goes on from
+    classes: int | None  # if the network does not have its usual number of outputs
+    identity: dict[str, Any]  # what a run must have in common with the one that it resumes
 
 
-def opened(options: RunOptions, config: Config, distributed: Distributed) -> Opened:
+def resolve(options: RunOptions, config: Config, distributed: Distributed) -> Resolved:
     """The network and the data of a run; labels are checked against the network's outputs."""
-    model, preparation, classes, digest = _network(options)
+    notes: dict[str, str] = {}
+    classes = options.classes
+    if options.weights == "pretrained":
+        model = models.create(options.model, pretrained=True, classes=classes)
+    else:
+        is_file = options.weights != "random"
+        if is_file and options.model in models.OWN:
+            classes = classes or models.noted_classes(options.weights)
+        with seeded(0, torch.device("cpu")):  # random weights are the same in every run
+            model = models.create(options.model, classes=classes)
+        if is_file:
+            notes = models.load_weights(model, options.weights)
+    digest = _digest(model)
+    preparation = models.data_config(options.model, model, notes)
     source = open_data(options, preparation, config.seed, distributed)
-    advice = "for another number of outputs say --classes"
+    advice = "for another number of outputs give --classes"
     check_classes(model.to(distributed.device), source, distributed.device, advice)
     identity = {
         "model": {"name": options.model, "weights": digest},
@@ -44,38 +57,25 @@ def opened(options: RunOptions, config: Config, distributed: Distributed) -> Ope
         "processes": distributed.world,
         "settings": config.to_dict(),
     }
-    return Opened(model, preparation, source, classes, identity)
+    return Resolved(model, preparation, source, classes, identity)
 
 
-def _network(options: RunOptions) -> tuple[nn.Module, DataConfig, int | None, str]:
-    """The network with its weights, how its images are prepared, its classes, a digest of the weights."""
-    notes: dict[str, str] = {}
-    if options.weights == "pretrained":
-        classes = options.classes
-        model = models.create(options.model, pretrained=True, classes=classes)
-    else:
-        is_file = options.weights != "random"
-        noted = models.noted_classes(options.weights) if is_file and options.model in models.OWN else None
-        classes = options.classes or noted
-        with seeded(0, torch.device("cpu")):  # random weights are for trying out: the same each time
-            model = models.create(options.model, classes=classes)
-        if is_file:
-            notes = models.load_weights(model, options.weights)
+def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return model, models.data_config(options.model, model, notes), classes, digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
 def network_of(compressed: Compressed, name: str) -> nn.Module:
-    """An untrained network of a file's architecture: the one named or, for no name, that the file names."""
+    """An untrained network of a file's architecture: the one named or, for "", the one the file names."""
     classes = models.recorded_classes(compressed.record)
     return models.create(name or models.recorded(compressed.record), classes=classes)
 
 
 def preparation_of(compressed: Compressed, name: str, network: nn.Module) -> DataConfig:
-    """As the run that wrote the file prepared its images, or as is usual for the network."""
+    """How images are prepared: as in the run that wrote the file, or as is usual for the network."""
     usual = models.data_config(name or models.recorded(compressed.record), network)
     kept = compressed.record.get("preparation")
     if not isinstance(kept, dict):
@@ -84,31 +84,29 @@ def preparation_of(compressed: Compressed, name: str, network: nn.Module) -> Dat
         changed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()}
         return replace(usual, **changed)
     except TypeError:
-        raise FileError(f"the file's record has an unknown way to prepare images: {kept!r}") from None
+        raise FileError(f"the file's record has an unknown preparation of images: {kept!r}") from None
 
 
 def open_data(options: RunOptions, preparation: DataConfig, seed: int, distributed: Distributed) -> Data:
-    """The data by name, prepared as the network needs them; a process's share where there are several."""
-    return data.open_source(
-        options.data,
-        DataOptions.prepared(
-            preparation,
-            batch_size=options.batch_size,
-            test_batch_size=options.test_batch_size,
-            seed=seed,
-            device=distributed.device,
-            rank=distributed.rank,
-            world=distributed.world,
-            workers=options.workers,
-            limit=options.limit,
-            holdout=options.holdout,
-        ),
+    """The data by name, prepared for the network; with several processes, the share of this one."""
+    prepared = DataOptions.prepared(
+        preparation,
+        batch_size=options.batch_size,
+        test_batch_size=options.test_batch_size,
+        seed=seed,
+        device=distributed.device,
+        rank=distributed.rank,
+        world=distributed.world,
+        workers=options.workers,
+        limit=options.limit,
+        holdout=options.holdout,
     )
+    return data.open_source(options.data, prepared)
 
 
 @torch.no_grad()
 def check_classes(model: nn.Module, source: Data, device: torch.device, advice: str = "") -> None:
-    """Labels against what the model gives for one example, before hours are spent on it."""
+    """Compare the labels with what the model returns for one example, before any work is done."""
     was_training = model.training
     for batch in Source("test data", source.test, device).batches():
         output = batch.first(1).through(model.eval(), "test data, batch 1")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,19 @@ from torch.nn import functional as F
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.objective import Objective
-from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.config import Precision
-from pwfn.errors import ConfigError, DataError, FileError, WeightError
+from pwfn.errors import DataError, FileError
 from pwfn.evaluate import calibration
-from pwfn.evaluate.assess import Assessment, Rival, assess
 from pwfn.evaluate.ensemble import ensemble
 from pwfn.evaluate.inspect import inspect
-from pwfn.evaluate.ood import open_ood
-from pwfn.evaluate.recalibration import Recalibration, why_not
+from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
-from pwfn.file.storage import replacing
-from pwfn.run.options import RunOptions, TrustOptions
+from pwfn.run.options import RunOptions
 from pwfn.run.resolve import check_classes, network_of, open_data, preparation_of
-from pwfn.zoo import models
 from pwfn.zoo.data import Data, DataOptions
 
 _SIZES = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
-
-
-def evaluated(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dict[str, Any], list[str]]:
-    """The figures of a file, and lines of text; with the table of rivals if anything of it is asked for."""
-    if not asked.wanted:
-        facts = evaluate_file(path, options, seed=asked.seed)
-        return facts, [summary_line(facts)]
-    facts, table = assess_file(path, options, asked)
-    return facts, [summary_line(facts), "", *table.lines()]
 
 
 def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0) -> dict[str, Any]:
@@ -49,7 +34,7 @@ def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: in
 
     The network is the one named in the file, unless ``options.model`` names another.
     """
-    file = _open(path, options, seed)
+    file = open_file(path, options, seed)
     facts = {"after": scores(file.network, file.data, file.distributed).to_dict(), **sizes(path)}
     if samples:
         drawn = ensemble(file.compressed, file.network, file.data.test, samples, seed)
@@ -59,54 +44,8 @@ def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: in
     return facts
 
 
-def assess_file(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dict[str, Any], Assessment]:
-    """As :func:`evaluate_file`, and the table of rivals; it is also written to ``asked.out`` as JSON."""
-    if asked.recalibrate and not asked.samples:
-        raise ConfigError(
-            f"--recalibrate {asked.recalibrate} computes BatchNorm statistics for every draw, but no draws "
-            "are requested: give --samples too"
-        )
-    file = _open(path, options, asked.seed)
-    device = file.distributed.device
-    recalibrate = _recalibration(file, asked) if asked.recalibrate else None
-    original = _original(file.compressed, options.model, asked.original) if asked.original else None
-    ood = {spec: open_ood(spec, file.data, file.images) for spec in asked.ood}
-    table = assess(
-        file.compressed,
-        file.network,
-        file.data.test,
-        original=original.to(device) if original is not None else None,
-        ood={spec: other.loader for spec, other in ood.items()},
-        samples=asked.samples,
-        seed=asked.seed,
-        sigma_scale=asked.sigma_scale,
-        recalibrate=recalibrate,
-    )
-    notes = [f"{spec}: {other.note}" for spec, other in ood.items() if other.note]
-    is_worse = any(each.rival is Rival.POINT and each.verdict == "worse" for each in table.comparisons)
-    if recalibrate is not None:
-        notes.append(
-            "BatchNorm statistics were recalibrated for every draw, on "
-            f"{len(recalibrate.batches)} training batches ({recalibrate.examples:,} examples)"
-        )
-    elif is_worse and why_not(file.network) is None:
-        notes.append(
-            "the ensemble is worse than the point estimate, whose BatchNorm statistics its draws use: "
-            "--recalibrate 8 gives each draw its own"
-        )
-    table = replace(table, notes=(*table.notes, *notes))
-    facts = {"after": scores(file.network, file.data, file.distributed).to_dict(), **sizes(path)}
-    if asked.samples:
-        facts["ensemble"] = table.row(Rival.ENSEMBLE).accuracy_all
-    facts["uncertainty"] = table.to_dict()
-    if asked.out is not None:
-        with replacing(asked.out) as temporary:
-            temporary.write_text(json.dumps(facts["uncertainty"], indent=1) + "\n", encoding="utf-8")
-    return facts, table
-
-
 @dataclass(frozen=True)
-class _File:
+class OpenFile:
     """A file with its network and data."""
 
     compressed: Compressed
@@ -116,7 +55,8 @@ class _File:
     distributed: Distributed
 
 
-def _open(path: Path, options: RunOptions, seed: int) -> _File:
+def open_file(path: Path, options: RunOptions, seed: int) -> OpenFile:
+    """A file, the network it names with its weights, and data by name."""
     compressed = load(path)
     network = network_of(compressed, options.model)
     alone = distributed_for(options.device, alone=True)
@@ -131,25 +71,7 @@ def _open(path: Path, options: RunOptions, seed: int) -> _File:
         device=alone.device,
         workers=options.workers,
     )
-    return _File(compressed, network, data, images, alone)
-
-
-def _recalibration(file: _File, asked: TrustOptions) -> Recalibration:
-    reason = why_not(file.network)
-    if reason is not None:
-        raise WeightError(reason)
-    device = file.distributed.device
-    return Recalibration.from_loader(file.data.train, asked.recalibrate, seed=asked.seed, device=device)
-
-
-def _original(compressed: Compressed, name: str, weights: str) -> nn.Module:
-    """The network with its weights before compression."""
-    if weights == "pretrained":
-        classes = models.recorded_classes(compressed.record)
-        return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
-    network = network_of(compressed, name)
-    models.load_weights(network, weights)
-    return network
+    return OpenFile(compressed, network, data, images, alone)
 
 
 def scores(model: nn.Module, source: Data, distributed: Distributed) -> Scores:

@@ -1,23 +1,24 @@
-"""Running from indices: weights stay as they are in the file, and are looked up where they are used.
+"""Inference from indices: weights stay as small as in the file and are looked up where they are used.
 
-``pwfn.load(path).apply_to(model, weights="indices")`` replaces a model's layers with those of this package;
-``memory_report(model)`` says what that takes.
+``pwfn.load(path).apply_to(model, weights="indices")`` replaces layers of a model by those of this package;
+``memory_report(model)`` says how much memory the result takes.
 """
 
-from pwfn.runtime.applying import apply_indices
-from pwfn.runtime.layers import IndexedConv, IndexedEmbedding, IndexedLinear, IndexedWeight
-from pwfn.runtime.library import expand, indexed_linear
-from pwfn.runtime.report import Held, MemoryReport, memory_report
+from pwfn.runtime.apply import Coded, apply_indices
+from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight
+from pwfn.runtime.library import expand, index_dtype, indexed_linear
+from pwfn.runtime.memory import Held, MemoryReport, memory_report
 
 __all__ = [
+    "Coded",
     "Held",
-    "IndexedConv",
     "IndexedEmbedding",
     "IndexedLinear",
     "IndexedWeight",
     "MemoryReport",
     "apply_indices",
     "expand",
+    "index_dtype",
     "indexed_linear",
     "memory_report",
 ]

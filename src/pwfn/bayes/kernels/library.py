@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pwfn.bayes.kernels import reference
-from pwfn.bayes.kernels.registration import define
 from pwfn.errors import WeightError
+from pwfn.runtime.dispatch import define
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +87,7 @@ def _check(*, fixed: Tensor, seed: int, step: int, count: int = 1, **others: Any
         else:
             fits &= value.is_floating_point() and value.shape == shape
         if not fits:
-            needed = f"{_NEEDED[name]}, on {device} as fixed is, which has {fixed.numel():,} weights"
+            needed = f"{_NEEDED[name]}, on {device} like fixed, for {fixed.numel():,} weights"
             raise _misfit(name, value, needed)
     if not (0 <= seed < 2**63 and 0 <= step < 2**63):
         raise WeightError(f"seed is {seed} and step is {step}: both must be between 0 and 2^63 - 1")

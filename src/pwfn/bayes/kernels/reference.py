@@ -10,7 +10,7 @@ The reference and the CUDA kernels use different generators: their noise has the
 not the same bits. Both repeat exactly for the same seed and step. The noise of the kernels does not
 depend on the length of the vector or on the launch; that of the reference can depend on length and device.
 
-The state of an optimizer (momenta and the like) has one entry per free weight, in their order. The offsets
+The state of an optimiser (momenta and the like) has one entry per free weight, in their order. The offsets
 of ``free_offsets(fixed)`` say where the state of each block of weights begins. Mask, offsets and state
 belong together: a new mask needs new offsets and a new state.
 
@@ -311,11 +311,11 @@ def adamw_(
 
 
 def _free(fixed: Tensor, state: Tensor) -> Tensor:
-    """The indices of the free weights; the state of an optimizer must have one entry for each."""
+    """The indices of the free weights; the state of an optimiser must have one entry for each."""
     free = (~fixed).nonzero().squeeze(1)
     if state.shape != free.shape:
         raise WeightError(
-            f"the state of the optimizer has {state.numel():,} entries for {free.numel():,} free weights: "
+            f"the state of the optimiser has {state.numel():,} entries for {free.numel():,} free weights: "
             "create the state again after weights were fixed"
         )
     return free

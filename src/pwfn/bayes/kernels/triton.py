@@ -1,14 +1,14 @@
 """Triton kernels for the operations of ``reference``, one pass over the vectors each, and their launchers.
 
-Each launcher has the name and the arguments of its operation and calls a kernel with the same tensors in
-the same order. They are registered for CUDA by ``library``.
+A launcher has the name and the arguments of its operation, and ``block`` besides: the number of weights
+per program. ``library`` registers the launchers for CUDA.
 
 The noise of weight i comes from Philox 4x32-10 with the seed as key and (i // 4, step) as its
 128-bit counter: it depends on seed, step and i alone, not on the launch, and no two weights or
 steps of a seed share a counter. The four words of a counter become the noise of four neighbours by
 Box–Muller. Indices are 64-bit; a grid has at most 2^31 - 1 programs, so a vector can have up to
 2^41 elements at the default block. The entries of a fixed weight in the trained vectors are neither read
-nor written, and the optimizer state has no entry for it: a program finds its part of the state by the number
+nor written, and the optimiser state has no entry for it: a program finds its part of the state by the number
 of free weights before its block (``offsets``), and each weight its entry by those before it in the block.
 
 The launch does not change the results, except the last bits of the norm, which is summed by blocks. For that,
@@ -107,7 +107,7 @@ def adamw_(
 
 
 def _update(kernel: Any, /, *vectors: Tensor, **numbers: Any) -> None:
-    """Launch the step of an optimizer, which writes all vectors but the last four."""
+    """Launch the step of an optimiser, which writes all vectors but the last four."""
     *written, grad_w, fixed, offsets, scale = vectors
     numbers.update(length=written[2].numel(), floor=SIGMA_FLOOR)
     _launch(kernel, *written, grad_w.contiguous(), fixed, offsets, scale, **numbers)

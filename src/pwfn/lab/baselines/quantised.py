@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -71,7 +72,7 @@ class Quantised(Method):
     ones. Biases stay in full precision.
     """
 
-    defaults = TRAINED
+    defaults: ClassVar[Mapping[str, Any]] = TRAINED
     Options = QuantiserOptions
     options: QuantiserOptions
     activation_kind: ClassVar[ActivationKind]

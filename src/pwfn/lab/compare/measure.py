@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pwfn.errors import FileError
 from pwfn.evaluate.entropy import summarise
-from pwfn.file.compressed import Compressed, Division
+from pwfn.file.compressed import Compressed
+from pwfn.file.content import Division
 from pwfn.file.format import load
 from pwfn.lab.compare.plan import Run
 from pwfn.layout import Entry, Kind, Layout

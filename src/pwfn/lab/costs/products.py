@@ -21,7 +21,7 @@ from pwfn.bayes.objective import evaluating
 from pwfn.errors import DataError, LayoutError, PwfnError, cause
 from pwfn.file.compressed import Compressed
 from pwfn.fixing import candidates as pow2
-from pwfn.fixing.unique import distinct
+from pwfn.fixing.unique import unique
 from pwfn.layout.coverage import check_model
 
 Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -65,7 +65,7 @@ def count_products(
 
 def _codes(compressed: Compressed, model: nn.Module) -> dict[int, Tensor]:
     """By memory address, one code per number: 1 + 32 × entry + order for compressed weights, else 0."""
-    values, index = distinct(compressed.values())
+    values, index = unique(compressed.values())
     orders = torch.tensor([pow2.order(value) for value in values.tolist()], dtype=torch.int32)[index]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     codes: dict[int, Tensor] = {}

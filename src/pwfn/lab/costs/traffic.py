@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pwfn.errors import FileError
 from pwfn.file import coder as codec
-from pwfn.file.compressed import Compressed, Division
+from pwfn.file.compressed import Compressed
+from pwfn.file.content import Division
 from pwfn.file.format import Reader
 from pwfn.layout import Entry
 
@@ -107,4 +108,4 @@ def _coded_in(file: str | Path, compressed: Compressed) -> tuple[list[int], int]
             f"{file}: its layers or codebooks are not those of this network: pass the file it was saved to"
         )
     sizes = reader.sizes
-    return [stream.size for stream in reader.header.streams], sizes.codebooks + sizes.tables
+    return [tensor.bytes for tensor in reader.header.tensors], sizes.codebooks + sizes.tables

@@ -1,92 +1,55 @@
-"""The paper's figures, and ours, from what runs have left in their folders."""
+"""The figures of one run or of several, from what they left in their folders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pwfn.file.storage import make_folder
-from pwfn.report.figures import canvas, course, distances, layers, sigmas, sizes
-from pwfn.report.figures.canvas import STYLE, Drawing, Table
+from pwfn.report.figures import accuracy, layers, sigma, style, training
+from pwfn.report.figures.style import Figure
+from pwfn.report.formats import short
 from pwfn.report.reading import RunData, names
 
-__all__ = ["STYLE", "Figure", "figures", "save_png"]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure ready for a page.
-
-    The SVG is one element with ``role="img"`` and the text alternative as its label. Its letters and lines
-    are in ``currentColor``, its colours CSS variables (:data:`STYLE` sets them for light and for dark), and
-    its ids begin with the key.
-    """
-
-    key: str
-    title: str
-    how_to_read: str
-    alt: str
-    svg: str
-    table: Table | None  # the figures behind it: a header, and rows
+__all__ = ["Figure", "figures", "save_png"]
 
 
 def figures(runs: Sequence[RunData]) -> list[Figure]:
-    """All that these runs' data allow: first those of all runs together, then those of each."""
-    return [_figure(drawing) for drawing in drawings(runs)]
-
-
-def _figure(drawing: Drawing) -> Figure:
-    clean, table = canvas.clean, drawing.table
-    if table is not None:
-        header, rows = table
-        table = tuple(map(clean, header)), tuple(tuple(map(clean, row)) for row in rows)
-    svg = canvas.svg(drawing)
-    return Figure(drawing.key, clean(drawing.title), drawing.how_to_read, clean(drawing.alt), svg, table)
+    """All that the data of these runs allow: first those of all runs together, then those of each."""
+    labels = names(runs)
+    panels = [
+        sigma.Panel(label if len(runs) > 1 else "", run.history)
+        for run, label in zip(runs, labels, strict=True)
+        if not sigma.constant(run.history)  # which is said in a sentence
+    ]
+    found: list[Figure | None] = [
+        accuracy.against_size(runs, labels),
+        training.by_round(runs, labels),
+        sigma.by_round(panels),
+    ]
+    for number, (run, label) in enumerate(zip(runs, labels, strict=True), 1):
+        own = (
+            training.schedule(run),
+            training.distances(run),
+            sigma.mu_and_sigma(run),
+            layers.channels(run),
+            layers.by_bits(run),
+        )
+        found += [
+            replace(figure, key=f"{figure.key}-{number}", title=f"{figure.title}: {short(label, 60)}")
+            if figure is not None and len(runs) > 1
+            else figure
+            for figure in own
+        ]
+    return [figure for figure in found if figure is not None]
 
 
 def save_png(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
     """The same figures as pictures on white, ``KEY.png`` each; returns their paths."""
     make_folder(folder)
     written = []
-    for drawing in drawings(runs):
-        path = Path(folder) / f"{drawing.key}.png"
-        canvas.png(drawing, path)
-        written.append(path)
+    for figure in figures(runs):
+        written.append(Path(folder) / f"{figure.key}.png")
+        style.png(figure, written[-1])
     return written
-
-
-def drawings(runs: Sequence[RunData]) -> list[Drawing]:
-    """What there is to draw, in the order of a page."""
-    labels = names(runs)
-    shared = (
-        sizes.trade(runs, labels),
-        course.course(runs, labels),
-        sizes.files(runs, labels),
-        sigmas.collapse(runs, labels),
-    )
-    found = [drawing for drawing in shared if drawing is not None]
-    for number, (run, label) in enumerate(zip(runs, labels, strict=True), 1):
-        for drawing in _of_one(run):
-            if len(runs) > 1:
-                drawing = replace(
-                    drawing,
-                    key=f"{drawing.key}-{number}",
-                    title=f"{drawing.title}: {canvas.short(label, 60)}",
-                )
-            found.append(drawing)
-    return found
-
-
-def _of_one(run: RunData) -> Iterator[Drawing]:
-    of_run = (
-        course.schedule(run),
-        distances.distances(run),
-        sigmas.means_and_sigmas(run),
-        sigmas.starting_sigma(run),
-        layers.attention(run),
-        layers.channels(run),
-        layers.layer_map(run),
-        sizes.file_bytes(run),
-    )
-    yield from (drawing for drawing in of_run if drawing is not None)

@@ -1,216 +1,162 @@
-"""Where in the network the bits are: by layer, by input channel, and for queries, keys and values."""
+"""Where in the network the bits are: per input channel of every layer, and by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pwfn.evaluate.entropy import Pool, per_attention_part, per_input_channel, summarise
+import numpy as np
+
+from pwfn.evaluate.entropy import Pool, per_attention_part, per_input_channel
 from pwfn.layout import Kind
-from pwfn.report.figures.canvas import INK, SERIES, Drawing, boxes, percents, quantile, short
+from pwfn.report.figures import style
+from pwfn.report.figures.style import DASHED, INK, SERIES, Figure
+from pwfn.report.formats import short
 from pwfn.report.reading import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Sheet
 
-_PARTS = ("q", "k", "v")
-_PART_NAMES = {"q": "Queries", "k": "Keys", "v": "Values"}
+_PARTS = {"q": "Queries", "k": "Keys", "v": "Values"}
 _NAMED = 16  # layers whose names fit below an axis
+_MEASURES = {"entropy_bits": "entropy, bits per weight", "unique": "unique values"}
+
+Layers = list[list[Pool]]
+"""For every layer, one pool per input channel."""
 
 
-def attention(run: RunData) -> Drawing | None:
-    """Entropy and unique values per input channel of q, k and v, by layer (paper, figure of DeiT)."""
+def channels(run: RunData) -> Figure | None:
+    """Entropy and unique values per input channel, by layer; of q, k and v where there is attention."""
     layout, values = run.compressed.layout, run.compressed.values()
-    # A layer may have one projection for all three, or one for each.
-    found: dict[str, list[list[Pool]]] = {part: [] for part in _PARTS}
-    for entry in layout.entries:
-        if entry.kind is Kind.WEIGHT and entry.attention is not None:
-            for part, pools in per_attention_part(layout, values, entry.name).items():
-                found[part].append(pools)
-    if not all(found.values()):
+    weights = [entry for entry in layout.entries if entry.kind is Kind.WEIGHT]
+    parts: dict[str, Layers] = {part: [] for part in _PARTS}
+    for entry in weights:  # a layer may have one projection for all three, or one for each
+        for part, pools in per_attention_part(layout, values, entry.name).items():
+            parts[part].append(pools)
+    if all(parts.values()):
+        names = [str(number) for number in range(1, max(map(len, parts.values())) + 1)]
+        return _boxes("attention", "Queries, keys and values by layer", names, parts)
+    found = {e.name: pools for e in weights if (pools := per_input_channel(layout, values, e.name))}
+    if not found:
         return None
-    depth = max(map(len, found.values()))
+    title = "Entropy and unique values per input channel, by layer"
+    return _boxes("channels", title, list(found), {"": list(found.values())})
+
+
+def _boxes(key: str, title: str, names: Sequence[str], parts: dict[str, Layers]) -> Figure:
+    """A row of panels per measure, a column per part, a box per layer."""
+    means = {
+        (measure, part): [_mean(pools, measure) for pools in layers]
+        for measure in _MEASURES
+        for part, layers in parts.items()
+    }
 
     def draw(sheet: Sheet) -> None:
-        panels = sheet.subplots(2, 3, sharex=True, sharey="row")
-        for column, part in enumerate(_PARTS):
-            layers = found[part]
-            at = list(range(1, len(layers) + 1))
-            _boxes(panels[0][column], at, [[p.entropy_bits for p in pools] for pools in layers], 5)
-            _boxes(panels[1][column], at, [[float(p.unique) for p in pools] for pools in layers], 5)
-            panels[0][column].set_title(f"{_PART_NAMES[part]} ({part})")
-            panels[1][column].set_xlabel("layer")
-            panels[1][column].set_xticks(range(1, depth + 1, max(1, round(depth / 6))))
-            panels[1][column].set_xlim(0.3, depth + 0.7)
-        panels[0][0].set_ylabel("entropy, bits a weight")
-        panels[1][0].set_ylabel("unique values")
+        panels = sheet.subplots(2, len(parts), squeeze=False, sharex=True, sharey="row")
+        for row, measure in enumerate(_MEASURES):
+            panels[row][0].set_ylabel(_MEASURES[measure].replace(", ", ",\n"))
+            top = 0.1
+            for panel, (part, layers) in zip(panels[row], parts.items(), strict=True):
+                top = max(top, _box(panel, layers, measure, means[measure, part]))
+                if part and row == 0:
+                    panel.set_title(f"{_PARTS[part]} ({part})")
+            panels[row][0].set_ylim(0, 1.08 * top)
+        for panel in panels[-1]:
+            panel.set_xlim(0.3, len(names) + 0.7)
+            if len(names) <= _NAMED and not names[0].isdigit():
+                labels = [short(name.removesuffix(".weight"), 18) for name in names]
+                place = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+                panel.set_xticks(range(1, len(names) + 1), labels, **place)
+            else:
+                style.whole_numbers(panel.xaxis, 6)
+                panel.set_xlabel("layer, in the order of the network")
 
-    means = {
-        part: [_mean([p.entropy_bits for p in pools]) for pools in layers] for part, layers in found.items()
-    }
-    return Drawing(
-        key="attention",
-        title="Queries, keys and values by layer",
-        how_to_read="For every layer a box over its input channels (the middle half, the median, whiskers "
-        "from 5 % to 95 %), and as a line the mean of each layer: the lower, the fewer bits and values "
-        "that part needs.",
-        alt=f"Over {depth} layers the mean entropy per input channel is "
-        + ", ".join(f"{min(m):.2f} to {max(m):.2f} bits for {part}" for part, m in means.items())
-        + "; the mean number of unique values is "
-        + ", ".join(
-            f"{_mean([p.unique for pools in layers for p in pools]):.1f} for {part}"
-            for part, layers in found.items()
-        )
-        + ".",
+    told = [
+        f"mean {_MEASURES[measure]}, {part or 'all'}: {min(own):.2f} to {max(own):.2f}"
+        + ("" if part else f", lowest in {names[own.index(min(own))]}")
+        for (measure, part), own in means.items()
+    ]
+    return Figure(
+        key=key,
+        title=title,
+        how_to_read="One box per layer over its input channels: the middle half, the median, and whiskers "
+        "from 5% to 95%. The line joins the means. A channel with few values is cheap to store.",
+        alt=f"{len(names)} layers, means over input channels; {'; '.join(told)}.",
         draw=draw,
         height=4.0,
         table=(
             (
                 "layer",
-                *(f"entropy of {part}, bits" for part in _PARTS),
-                *(f"unique, {part}" for part in _PARTS),
+                *(", ".join(filter(None, ("entropy, bits", part))) for part in parts),
+                *(", ".join(filter(None, ("unique", part))) for part in parts),
             ),
             tuple(
-                (
-                    str(number + 1),
-                    *(_of_layer(found[part], number, lambda p: p.entropy_bits, 2) for part in _PARTS),
-                    *(_of_layer(found[part], number, lambda p: p.unique, 1) for part in _PARTS),
-                )
-                for number in range(depth)
+                (name, *(f"{own[i]:.2f}" if i < len(own) else "–" for own in means.values()))
+                for i, name in enumerate(names)
             ),
         ),
     )
 
 
-def _of_layer(layers: list[list[Pool]], number: int, what: Callable[[Pool], float], places: int) -> str:
-    return f"{_mean([what(p) for p in layers[number]]):.{places}f}" if number < len(layers) else "–"
+def _mean(pools: Sequence[Pool], measure: str) -> float:
+    return float(np.mean([getattr(pool, measure) for pool in pools]))
 
 
-def channels(run: RunData) -> Drawing | None:
-    """Entropy and unique values per input channel, by layer: for networks without attention."""
-    layout, values = run.compressed.layout, run.compressed.values()
-    if any(entry.attention for entry in layout.entries):
-        return None
-    found = {
-        entry.name: pools
-        for entry in layout.entries
-        if entry.kind is Kind.WEIGHT and (pools := per_input_channel(layout, values, entry.name))
-    }
-    if not found:
-        return None
-
-    def draw(sheet: Sheet) -> None:
-        upper, lower = sheet.subplots(2, 1, sharex=True)
-        at, width = list(range(1, len(found) + 1)), max(2.0, min(12.0, 240 / len(found)))
-        _boxes(upper, at, [[p.entropy_bits for p in pools] for pools in found.values()], width)
-        _boxes(lower, at, [[float(p.unique) for p in pools] for pools in found.values()], width)
-        upper.set_ylabel("entropy,\nbits a weight")
-        lower.set_ylabel("unique values")
-        lower.set_xlim(0.3, len(found) + 0.7)
-        if len(found) <= _NAMED:
-            labels = [short(name.removesuffix(".weight"), 18) for name in found]
-            lower.set_xticks(at, labels, rotation=40, ha="right", rotation_mode="anchor")
-        else:
-            lower.set_xlabel("layer, in the order of the network")
-
-    bits = {name: _mean([p.entropy_bits for p in pools]) for name, pools in found.items()}
-    unique = {name: _mean([p.unique for p in pools]) for name, pools in found.items()}
-    low, high = min(bits, key=lambda name: bits[name]), max(bits, key=lambda name: bits[name])
-    return Drawing(
-        key="channels",
-        title="Entropy and unique values per input channel, by layer",
-        how_to_read="For every layer a box over its input channels (the middle half, the median, whiskers "
-        "from 5 % to 95 %), and as a line the mean of each layer: a channel with few values can be stored "
-        "and multiplied cheaply.",
-        alt=f"Of {len(found)} layers the mean entropy per input channel is lowest in {low} "
-        f"({bits[low]:.2f} bits) and highest in {high} ({bits[high]:.2f} bits); the mean number of unique "
-        f"values is between {min(unique.values()):.1f} and {max(unique.values()):.1f}.",
-        draw=draw,
-        height=4.0,
-        table=(
-            ("layer", "input channels", "mean entropy, bits", "mean unique values"),
-            tuple(
-                (name, str(len(found[name])), f"{bits[name]:.2f}", f"{unique[name]:.1f}") for name in found
-            ),
-        ),
-    )
+def _box(panel: Axes, layers: Layers, measure: str, means: Sequence[float]) -> float:
+    """A few paths for all boxes, however many there are; returns the highest end of a whisker."""
+    at = list(range(1, len(layers) + 1))
+    columns = [[getattr(pool, measure) for pool in pools] for pools in layers]
+    shares = (0.05, 0.25, 0.5, 0.75, 0.95)
+    low, quarter, middle, three, high = zip(*(np.quantile(c, shares).tolist() for c in columns), strict=True)
+    width = max(2.0, min(12.0, 60 / len(layers)))  # points
+    style.strokes(panel, at, low, high, color=SERIES[0], linewidth=0.8)
+    look = {"linewidth": width, "solid_capstyle": "butt", "alpha": 0.55}
+    style.strokes(panel, at, quarter, three, color=SERIES[0], **look)
+    panel.plot(at, middle, "_", color=INK, markersize=width + 1, markeredgewidth=1.2)
+    panel.plot(at, means, color=INK, linewidth=1.0)
+    return max(high)
 
 
-def _boxes(panel: Axes, at: Sequence[float], columns: Sequence[Sequence[float]], width: float) -> None:
-    boxes(panel, at, columns, SERIES[0], width)
-    panel.plot(at, [_mean(column) for column in columns], color=INK, linewidth=1.0)
-    panel.set_ylim(0, 1.08 * max([*(quantile(column, 0.95) for column in columns), 0.1]))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def layer_map(run: RunData) -> Drawing | None:
-    """Layers side by side: the width of each is its share of the weights, its height the bits of a weight."""
-    layout = run.compressed.layout
-    summary = summarise(layout, run.compressed.values())
-    layers = [(entry.name, summary.layers[entry.name]) for entry in layout.entries]
-    total = summary.whole.weights
-    widths = percents(pool.weights / total for _, pool in layers)
+def by_bits(run: RunData) -> Figure:
+    """Layers side by side: width is the share of the weights, height the bits per weight."""
+    layout, whole = run.compressed.layout, run.summary.whole
+    pools = [run.summary.layers[entry.name] for entry in layout.entries]
+    widths = [100 * pool.weights / whole.weights for pool in pools]
     lefts = [sum(widths[:i]) for i in range(len(widths))]
-    bits = [pool.entropy_bits for _, pool in layers]
+    bits = [pool.entropy_bits for pool in pools]
 
     def draw(sheet: Sheet) -> None:
         panel = sheet.subplots()
-        # Two strengths in turn, so that neighbours are told apart without a line between them.
+        # Two strengths in turn tell neighbours apart.
         order = list(dict.fromkeys(entry.layer for entry in layout.entries))
         for turn, strength in ((0, 0.5), (1, 0.28)):
             own = [i for i, entry in enumerate(layout.entries) if order.index(entry.layer) % 2 == turn]
             bars = [[column[i] for i in own] for column in (lefts, bits, widths)]
             panel.bar(*bars, align="edge", color=SERIES[0], alpha=strength)
-        panel.axhline(summary.whole.entropy_bits, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
-        panel.set_ylim(0, 1.08 * max([*bits, summary.whole.entropy_bits, 0.1]))
-        panel.set_xlim(0, 100)
-        panel.grid(axis="x", visible=False)
-        for (name, _), left, width, height in zip(layers, lefts, widths, bits, strict=True):
-            # At this size a letter takes about 1.1 hundredths of the width, and a line of them 2.4.
-            label = short(name.removesuffix(".weight"), 24)
-            lies = 1.1 * len(label) < width
-            if lies or (width > 2.4 and height > 0.55 * panel.get_ylim()[1]):
-                panel.annotate(
-                    label,
-                    (left + width / 2, 0),
-                    xytext=(0, 4),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom",
-                    rotation=0 if lies else 90,
-                    fontsize=7.5,
-                )
+        panel.axhline(whole.entropy_bits, color=INK, linewidth=1.0, linestyle=DASHED)
+        top = 1.08 * max([*bits, whole.entropy_bits, 0.1])
+        panel.set(xlim=(0, 100), ylim=(0, top), ylabel="entropy, bits per weight")
         panel.set_xlabel("share of the weights, %, in the order of the network")
-        panel.set_ylabel("entropy, bits a weight")
+        panel.grid(axis="x", visible=False)
+        for entry, left, width, height in zip(layout.entries, lefts, widths, bits, strict=True):
+            # At this size a letter takes about 1.1 hundredths of the width, and a line of them 2.4.
+            label = short(entry.name.removesuffix(".weight"), 24)
+            lies = 1.1 * len(label) < width
+            if lies or (width > 2.4 and height > 0.55 * top):
+                turn = 0 if lies else 90
+                panel.text(left + width / 2, 0.02 * top, label, ha="center", rotation=turn, fontsize=7.5)
 
-    cost = {name: pool.weights * pool.entropy_bits for name, pool in layers}
-    first = max(cost, key=lambda name: cost[name])
-    whole = sum(cost.values()) or 1.0
-    return Drawing(
-        key="map",
+    cost = [pool.weights * pool.entropy_bits for pool in pools]
+    most = cost.index(max(cost))
+    return Figure(
+        key="layers-by-bits",
         title="Layers by bits",
-        how_to_read="Each bar is a layer: its width is its share of the weights, its height the entropy of "
-        "a weight, and so its area the bits that it takes; the dashed line is all weights in one pool.",
-        alt=f"{len(layers)} parameters with {total:,} weights; {first} takes the most bits, "
-        f"{cost[first] / whole:.0%} of those of all layers; entropy goes from {min(bits):.2f} to "
-        f"{max(bits):.2f} bits a weight, and is {summary.whole.entropy_bits:.2f} in one pool.",
+        how_to_read="Each bar is a layer: its width is its share of the weights, its height the entropy per "
+        "weight, its area the bits it takes. The dashed line is the entropy of all weights in one pool.",
+        alt=f"{len(pools)} parameters with {whole.weights:,} weights; {layout.entries[most].name} takes the "
+        f"most bits, {cost[most] / (sum(cost) or 1):.0%} of those of all layers; entropy goes from "
+        f"{min(bits):.2f} to {max(bits):.2f} bits per weight, and is {whole.entropy_bits:.2f} in one pool.",
         draw=draw,
         height=2.7,
-        table=(
-            ("layer", "weights", "entropy, bits", "unique values", "share of the bits"),
-            tuple(
-                (
-                    name,
-                    f"{pool.weights:,}",
-                    f"{pool.entropy_bits:.2f}",
-                    str(pool.unique),
-                    f"{cost[name] / whole:.1%}",
-                )
-                for name, pool in layers
-            ),
-        ),
     )

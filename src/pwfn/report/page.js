@@ -1,6 +1,6 @@
 "use strict";
-// Tables that say so can be sorted: every head becomes a button, which mouse and keyboard can press.
-// A column of numbers begins with its largest, one of text with its first; then the other way round.
+// Tables with data-sortable can be sorted: every head becomes a button for mouse and keyboard. A column of numbers is first
+// sorted in descending order, one of text in ascending order, and then in reverse.
 for (const table of document.querySelectorAll("table[data-sortable]")) {
   const heads = [...table.tHead.rows[0].cells];
   const body = table.tBodies[0];
@@ -23,7 +23,7 @@ for (const table of document.querySelectorAll("table[data-sortable]")) {
         const cell = row.cells[column];
         return "value" in cell.dataset ? Number(cell.dataset.value) : isNumber ? null : cell.textContent;
       };
-      // What has no number comes last, whichever way.
+      // Rows without a number are last in both orders.
       const known = [], unknown = [];
       for (const row of body.rows) (key(row) === null ? unknown : known).push(row);
       known.sort((a, b) => sign * compare(key(a), key(b)));
@@ -31,10 +31,11 @@ for (const table of document.querySelectorAll("table[data-sortable]")) {
     });
   });
 }
-// Paper cannot be unfolded: what is folded is opened for it, but for the numbers behind a figure, and closed again.
+// Paper cannot be unfolded: what is folded is opened for printing and closed again. The numbers behind a figure and the
+// full list of settings are not printed.
 let opened = [];
 addEventListener("beforeprint", () => {
-  opened = [...document.querySelectorAll("details:not([open])")].filter((each) => !each.closest("figure"));
+  opened = [...document.querySelectorAll("details:not([open])")].filter((each) => !each.closest("figure, .settings"));
   opened.forEach((each) => { each.open = true; });
 });
 addEventListener("afterprint", () => opened.forEach((each) => { each.open = false; }));

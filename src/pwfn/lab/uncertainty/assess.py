@@ -84,7 +84,6 @@ class Assessment:
     """All rivals on the same examples: values, a table, and JSON."""
 
     rows: tuple[Row, ...]
-    comparisons: tuple[Comparison, ...]
     examples: int
     calibration_examples: int
     split: str  # a sentence: which examples are scored, and which fit temperatures
@@ -103,14 +102,25 @@ class Assessment:
             raise DataError(f"no row for {rival}: there are {', '.join(row.rival for row in self.rows)}")
         return found
 
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """The ensemble, not scaled, against every other rival; empty without an ensemble."""
+        found = []
+        for row in self.rows if self.samples else ():
+            if not row.rival.startswith(Rival.ENSEMBLE):
+                difference = self.row(Rival.ENSEMBLE).losses - row.losses
+                spread = float(difference.std(correction=1)) if len(difference) > 1 else 0.0
+                error = spread / math.sqrt(len(difference))
+                found.append(Comparison(row.rival, float(difference.mean()), error))
+        return tuple(found)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: every measure, and the bins of the reliability diagrams."""
-        plain = ("examples", "calibration_examples", "split", "samples", "seed", "sigma_scale")
         return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
             "rows": [row.to_dict() for row in self.rows],
             "reliability": {row.rival.value: [b._asdict() for b in row.bins] for row in self.rows},
             "comparisons": [asdict(each) | {"verdict": each.verdict} for each in self.comparisons],
-            **{name: getattr(self, name) for name in plain},
             "notes": list(self.notes),
         }
 
@@ -210,7 +220,6 @@ def assess(
         rows.append(_row(scaled, temperature, by_name, scored, list(ood or {})))
     return Assessment(
         rows=tuple(rows),
-        comparisons=tuple(_comparisons(rows)),
         examples=len(scored),
         calibration_examples=len(fitted),
         split=split,
@@ -319,15 +328,3 @@ def _scaled(found: Predictions, temperature: float | None) -> Predictions:
     if temperature is None:
         return found
     return replace(found, log_probabilities=tempered(found.log_probabilities, temperature))
-
-
-def _comparisons(rows: Sequence[Row]) -> list[Comparison]:
-    """The ensemble, not scaled, against every other rival."""
-    ours = next((row.losses for row in rows if row.rival is Rival.ENSEMBLE), None)
-    compared = []
-    for row in rows:
-        if ours is not None and not row.rival.startswith(Rival.ENSEMBLE):
-            difference, n = ours - row.losses, len(ours)
-            spread = float(difference.std(correction=1)) if n > 1 else 0.0
-            compared.append(Comparison(row.rival, float(difference.mean()), spread / math.sqrt(n)))
-    return compared

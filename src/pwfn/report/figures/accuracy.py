@@ -1,0 +1,130 @@
+"""What accuracy the bytes buy, and how far confidence can be trusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pwfn.evaluate.targets import pareto
+from pwfn.report.figures import style
+from pwfn.report.figures.style import DASHED, INK, SERIES, Figure
+from pwfn.report.formats import short, size, thousands
+from pwfn.report.reading import RunData
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Sheet
+
+
+def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None:
+    """Accuracy against bytes: the networks before in fp32, the files, and the states after each round."""
+    scored = [(run, name, run.after) for run, name in zip(runs, names, strict=True) if run.after is not None]
+    if not scored:
+        return None
+    points = [(after, run.file.file_bytes) for run, _, after in scored]
+    best = pareto(points)
+    originals = {(run.file.fp32_bytes, run.before) for run, *_ in scored if run.before is not None}
+    states = [
+        (state.file_bytes, 100 * state.accuracy)
+        for run in runs
+        for state in run.states
+        if math.isfinite(state.accuracy) and state.file_bytes
+    ]
+
+    def draw(sheet: Sheet) -> None:
+        panel = sheet.subplots()
+        if states:
+            label = "after each round"
+            panel.plot(*zip(*states, strict=True), "o", color=INK, alpha=0.35, markeredgewidth=0, label=label)
+        for number, (fp32_bytes, before) in enumerate(sorted(originals)):
+            label = "before, fp32" if number == 0 else "_"  # one entry in the legend
+            panel.plot([fp32_bytes], [100 * before], "s", color=INK, markersize=6, label=label)
+        front = sorted((b, 100 * a) for (a, b), on in zip(points, best, strict=True) if on)
+        look = {"color": INK, "linewidth": 0.9, "linestyle": DASHED, "drawstyle": "steps-post"}
+        panel.plot(*zip(*front, strict=True), **look)
+        for number, ((_, name, after), (_, file_bytes), on) in enumerate(
+            zip(scored, points, best, strict=True), 1
+        ):
+            color = SERIES[(number - 1) % len(SERIES)]
+            label = f"{number}  {short(name)}" if len(scored) > 1 else "this file"
+            look = {"color": color, "markersize": 8, "markerfacecolor": color if on else "none"}
+            panel.plot([file_bytes], [100 * after], "o", label=label, **look)
+            if len(scored) > 1:
+                at = (file_bytes, 100 * after)
+                panel.annotate(str(number), at, xytext=(6, 5), textcoords="offset points", fontsize=8.5)
+        panel.set(xscale="log", xlabel="bytes")
+        panel.margins(x=0.12, y=0.12)
+        style.logarithmic(panel.xaxis, thousands)
+        style.accuracy_axis(panel)
+        sheet.legend(loc="outside right upper")
+
+    told = [
+        f"{name}, {after:.2%} at {size(file_bytes)}"
+        for (_, name, after), (_, file_bytes), on in zip(scored, points, best, strict=True)
+        if on
+    ]
+    before = [f"before compression {b:.2%} at {size(n)} in fp32" for n, b in sorted(originals)]
+    several = f"Of {len(scored)} runs, those that no other beats in both accuracy and size: "
+    return Figure(
+        key="accuracy",
+        title="Accuracy against size",
+        how_to_read="Up and to the left is better."
+        + (" The dashed line joins the runs that no other beats in both." if len(scored) > 1 else "")
+        + (" Small dots are the network as it would have been after each round." if states else ""),
+        alt=f"{several if len(scored) > 1 else ''}{'; '.join([*told, *before])}.",
+        draw=draw,
+        height=2.9,
+    )
+
+
+Bins = Sequence[Mapping[str, Any]]
+"""Of each its ``examples``, and their mean ``confidence`` and ``accuracy``."""
+
+
+def reliability(found: Mapping[str, Bins], key: str) -> Figure | None:
+    """Accuracy against confidence, one panel per set of predictions, all on the same scale."""
+    if not found:
+        return None
+    ends = [b[name] for bins in found.values() for b in bins for name in ("confidence", "accuracy")]
+    low = min(math.floor(10 * min(ends, default=0.0)) / 10, 0.9)
+    rows = math.ceil(len(found) / 3)
+
+    def draw(sheet: Sheet) -> None:
+        panels = sheet.subplots(rows, 3, squeeze=False, sharex=True, sharey=True)
+        for panel, (name, bins) in zip(panels.flatten(), found.items(), strict=False):
+            x, y = [b["confidence"] for b in bins], [b["accuracy"] for b in bins]
+            panel.plot([low, 1], [low, 1], color=INK, linewidth=0.8, linestyle=DASHED)
+            style.strokes(panel, x, x, y, color=SERIES[1], linewidth=1.2)
+            panel.plot(x, y, "o", color=SERIES[0], clip_on=False)
+            panel.set_title(short(str(name), 28))
+            edges = (low - 0.02 * (1 - low), 1 + 0.02 * (1 - low))
+            panel.set(xlim=edges, ylim=edges, aspect="equal")
+        for number, panel in enumerate(panels.flatten()):
+            panel.set_visible(number < len(found))
+            if number + 3 >= len(found):
+                panel.set_xlabel("confidence")
+                panel.xaxis.set_tick_params(labelbottom=True)
+        for row in panels:
+            row[0].set_ylabel("accuracy")
+
+    errors = {str(name): calibration_error(bins) for name, bins in found.items()}
+    told = "; ".join(f"{name} {error:.4f}" for name, error in errors.items())
+    return Figure(
+        key=key,
+        title="Reliability",
+        how_to_read="Each dot is a bin of examples of similar confidence. On the dashed line the network is "
+        "right as often as it says, below it less often.",
+        alt=f"Accuracy against confidence in bins of equal mass; calibration error: {told}.",
+        draw=draw,
+        height=0.5 + 2.3 * rows,
+    )
+
+
+def calibration_error(bins: Bins) -> float:
+    """``sum_b n_b / n |accuracy_b - confidence_b|``.
+
+    >>> calibration_error([{"examples": 3, "confidence": 0.5, "accuracy": 0.75}])
+    0.25
+    """
+    total = max(sum(b["examples"] for b in bins), 1)
+    return math.fsum(b["examples"] / total * abs(b["accuracy"] - b["confidence"]) for b in bins)
