@@ -1,4 +1,4 @@
-"""Less to store beside the compressed weights: BatchNorm as a scale and a shift, numbers of 16 bits."""
+"""Smaller uncompressed tensors: BatchNorm reduced to a scale and a shift, numbers rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pwfn.config import FinishConfig, UncompressedDtype
 from pwfn.errors import WeightError
 
-_TYPES = {UncompressedDtype.FLOAT16: torch.float16, UncompressedDtype.BFLOAT16: torch.bfloat16}
 _WIDER = {
     UncompressedDtype.FLOAT16: UncompressedDtype.BFLOAT16,
     UncompressedDtype.BFLOAT16: UncompressedDtype.FLOAT32,
 }
 _FOLDED = ("weight", "bias", "running_mean", "running_var")
-_DIVISOR_SHARE = 2.0**-7  # four times what bfloat16 may be off by: only numbers out of range are off by more
+# Four times the rounding error of bfloat16: only a number outside the type's range is further off.
+_DIVISOR_ERROR = 2.0**-7
 
 
 def shrink_uncompressed(model: nn.Module, finish: FinishConfig) -> None:
-    """Fold BatchNorm and round the uncompressed tensors of a model in place, as the settings say."""
+    """Fold BatchNorm and round the uncompressed tensors in place, as the settings say."""
     if finish.fold_batchnorm:
         fold_batchnorm(model)
-    round_rest(model, finish.uncompressed_dtype)
+    round_uncompressed(model, finish.uncompressed_dtype)
 
 
 @torch.no_grad()
 def fold_batchnorm(model: nn.Module) -> int:
-    """Put the statistics of every BatchNorm layer into its scale and shift; returns how many were done.
+    """Move the statistics of every BatchNorm layer into its scale and shift; returns the number of layers.
 
-    ``y = (x - mean) / sqrt(var + eps) * gamma + beta`` stays the same function of x in evaluation mode,
-    to rounding, with ::
+    In evaluation mode ``y = (x - mean) / sqrt(var + eps) * gamma + beta`` remains the same function of x,
+    up to rounding, with ::
 
         gamma' = gamma * sqrt((1 + eps) / (var + eps))        mean' = 0
         beta'  = beta - mean * gamma / sqrt(var + eps)        var'  = 1
 
-    The variance is 1 rather than ``1 - eps``, since every number type has 1: one that rounds the other
-    would multiply all layers by a little less. All is reckoned in float64. Half of the numbers are then
-    alike, and a file stores them for nothing.
+    The variance is 1 and not ``1 - eps`` because every number type can represent 1. Computed in float64.
+    Half of the numbers are then constant, and cost nothing in a file.
 
-    Such a model is for inference. In training mode a layer divides by the batch's own statistics, for
-    which the new scale and shift are wrong; gathering statistics again spoils it likewise.
+    Use the folded model for inference only: in training mode a layer divides by the statistics of the
+    batch, for which the new scale and shift are wrong. Re-estimating the statistics breaks it too.
 
-    Left as it is: a layer without statistics, or without a scale and shift of its own (no affine ones,
-    compressed ones, those that are computed from others), or that shares a tensor with another module.
+    Skipped are layers without statistics, layers whose scale or shift is missing, compressed or computed
+    from other tensors, and layers that share a tensor with another module.
 
     >>> layer = nn.BatchNorm1d(1, eps=0.25).eval()
     >>> layer.running_mean[0], layer.running_var[0] = 3.0, 0.75
@@ -65,8 +64,9 @@ def fold_batchnorm(model: nn.Module) -> int:
         bias = (beta - mean * scale).to(own["bias"].dtype)
         if not bool(torch.isfinite(weight).all() and torch.isfinite(bias).all()):
             raise WeightError(
-                f"BatchNorm {name!r} divides by the root of {float((var + layer.eps).min()):.3g}, and a "
-                "scale and shift with that in them are not finite: set finish.fold_batchnorm = false"
+                f"BatchNorm {name!r} cannot be folded: it divides by the square root of "
+                f"{float((var + layer.eps).min()):.3g}, and the new scale or shift is not finite: set "
+                "finish.fold_batchnorm = false"
             )
         own["weight"].copy_(weight)
         own["bias"].copy_(bias)
@@ -78,39 +78,39 @@ def fold_batchnorm(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def round_rest(model: nn.Module, rest: UncompressedDtype) -> None:
-    """Round every floating-point tensor of a state dict to numbers that a smaller type holds, in place.
+def round_uncompressed(model: nn.Module, dtype: UncompressedDtype) -> None:
+    """Round every floating-point tensor of the state dict to the values of a smaller type, in place.
 
-    Tensors keep their own type, so that the model loads as before: of each number the last bytes are
-    zero, which a file stores for nothing. Tensors of 16 bits or fewer stay as they are. Errors name a
-    tensor with a number too large, or a variance so small that it would be another to its layer.
+    Tensors keep their type, so that the model loads as before: the last bytes of each number are zero and
+    cost nothing in a file. Tensors of 16 bits or fewer do not change. It is an error if a number is too
+    large for the type, or a variance so small that its layer would divide by something else.
 
     >>> layer = nn.LayerNorm(2)
     >>> _ = layer.bias.data.copy_(torch.tensor([0.1, 1.0]))
-    >>> round_rest(layer, UncompressedDtype.BFLOAT16)
+    >>> round_uncompressed(layer, UncompressedDtype.BFLOAT16)
     >>> layer.bias.tolist(), layer.bias.dtype
     ([0.10009765625, 1.0], torch.float32)
     """
-    if rest is UncompressedDtype.FLOAT32:
+    if dtype is UncompressedDtype.FLOAT32:
         return
     epsilons = {
         f"{name}.running_var" if name else "running_var": module.eps
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, _BatchNorm)
     }
+    narrow: torch.dtype = getattr(torch, dtype)
     state = model.state_dict()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize > 2:
-            rounded = value.to(_TYPES[rest]).to(value.dtype)
-            _check_range(name, value, rounded, rest)
+            state[name] = value.to(narrow).to(value.dtype)
+            _check_range(name, value, state[name], dtype)
             if name in epsilons:
-                _check_divisor(name, value, rounded, rest, epsilons[name])
-            state[name] = rounded
+                _check_divisor(name, value, state[name], dtype, epsilons[name])
     model.load_state_dict(state)
 
 
 def _foldable(model: nn.Module) -> dict[str, _BatchNorm]:
-    """By name, the layers whose four tensors are plain and theirs alone."""
+    """By name, the layers that own all four tensors, none of them shared."""
     owners = Counter(id(tensor) for module in model.modules() for tensor in _own(module).values())
     return {
         name: module
@@ -122,31 +122,32 @@ def _foldable(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers; an empty place, and one that is computed, is not among them."""
+    """A module's own parameters and buffers, without those that are None or parametrised."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    # On the CPU: not every device has float64, and so all come to the same bits.
+    # On the CPU: some devices lack float64, and the bits are the same for all.
     return tensor.detach().to("cpu", torch.float64)
 
 
-def _check_range(name: str, value: Tensor, rounded: Tensor, rest: UncompressedDtype) -> None:
+def _check_range(name: str, value: Tensor, rounded: Tensor, dtype: UncompressedDtype) -> None:
     lost = torch.isfinite(value) & ~torch.isfinite(rounded)
     if bool(lost.any()):
         raise WeightError(
-            f"{name} holds {float(value[lost][0]):.6g}, and {rest} ends at "
-            f'{torch.finfo(_TYPES[rest]).max:.6g}: set finish.uncompressed_dtype = "{_WIDER[rest]}"'
+            f"{name} contains {float(value[lost][0]):.6g}, which is too large for {dtype}: set "
+            f'finish.uncompressed_dtype = "{_WIDER[dtype]}"'
         )
 
 
-def _check_divisor(name: str, var: Tensor, rounded: Tensor, rest: UncompressedDtype, eps: float) -> None:
-    """What counts is ``var + eps``, which the layer divides by: a var of 0 is as good as a tiny one."""
+def _check_divisor(name: str, var: Tensor, rounded: Tensor, dtype: UncompressedDtype, eps: float) -> None:
+    """A layer divides by ``sqrt(var + eps)``: a tiny var may become 0 where eps is much larger."""
     before, after = _exact(var) + eps, _exact(rounded) + eps
-    off = (after - before).abs() > _DIVISOR_SHARE * before.abs()
+    off = (after - before).abs() > _DIVISOR_ERROR * before.abs()
     if bool(off.any()):
+        found, new = float(_exact(var)[off][0]), float(_exact(rounded)[off][0])
         raise WeightError(
-            f"{name} holds {float(_exact(var)[off][0]):.3g}, which {rest} has as "
-            f"{float(_exact(rounded)[off][0]):.3g}, and the layer divides by its root (eps is {eps:g}): "
-            f'set finish.uncompressed_dtype = "{_WIDER[rest]}", or finish.fold_batchnorm = true'
+            f"{name} contains {found:.3g}, which {dtype} rounds to {new:.3g}, and its layer divides by the "
+            f'square root (eps = {eps:g}): set finish.uncompressed_dtype = "{_WIDER[dtype]}", or '
+            "finish.fold_batchnorm = true"
         )
