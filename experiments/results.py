@@ -143,7 +143,6 @@ def pages(archive: Archive) -> dict[Path, str]:
     made |= {archive.folder(name) / "table.md": archive.table(name) for name in archive.names}
     results = archive.experiments / "results"
     blocks = {
-        "README.md": {"results": targets.table(archive, first_page=True)},
         "docs/uncertainty.md": {"uncertainty": uncertainty_table.table(results / "uncertainty")},
         "docs/imagenet.md": {
             "imagenet steps": imagenet.steps(results / "imagenet_steps.jsonl"),
@@ -160,7 +159,7 @@ def pages(archive: Archive) -> dict[Path, str]:
 
 
 def with_block(text: str, name: str, lines: Sequence[str]) -> str:
-    """The page with the block between ``<!-- name … -->`` and ``<!-- end of name -->``, where it has one.
+    r"""The page with the block between ``<!-- name … -->`` and ``<!-- end of name -->``, where it has one.
 
     >>> with_block("<!-- a: made by us -->\nold\n<!-- end of a -->", "a", ["new"])
     '<!-- a: made by us -->\nnew\n<!-- end of a -->'

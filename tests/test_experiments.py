@@ -199,12 +199,11 @@ def test_retired_results_stay_with_the_commit_that_can_repeat_them(archive: Arch
     assert "91.00 ± 1.41" in rows[3]
     assert archive.title("old") == "An old table"
     # A target of such a table has its figures too.
-    target = '[[target]]\nname = "old"\nlabel = "Old"\nfirst_page = true\n'
+    target = '[[target]]\nname = "old"\nlabel = "Old"\n'
     (archive.experiments / "targets.toml").write_text(target)
-    for lines in (targets.table(archive), targets.table(archive, first_page=True)):
-        assert lines[2].startswith("| Old †")
-        assert "commit 0123abc has the plan" in lines[-1]
-    assert len(targets.table(archive, first_page=True)[0].split(" | ")) == 8
+    lines = targets.table(archive)
+    assert lines[2].startswith("| Old †")
+    assert "commit 0123abc has the plan" in lines[-1]
 
 
 def test_a_table_has_the_rows_of_its_plan_and_then_the_retired(archive: Archive) -> None:
@@ -400,20 +399,15 @@ def test_pages_are_written_and_found_stale(
         _retire(archive, "first", seed)
     _retire(archive, "second", 0)
     block = "before\n<!-- {0}: made by us -->\nold\n<!-- end of {0} -->\nafter\n"
-    for page, name in (
-        ("README.md", "results"),
-        ("docs/uncertainty.md", "none"),
-        ("docs/imagenet.md", "none"),
-    ):
-        (archive.root / page).write_text(block.format(name))
+    for page, name in (("uncertainty", "uncertainty"), ("imagenet", "none")):
+        (archive.root / "docs" / f"{page}.md").write_text(block.format(name))
     assert _call(archive, "docs") == 0
     assert _call(archive, "docs", "--check") == 0
     text = (archive.root / "docs" / "tables" / "page.md").read_text()
     assert "# A page\n\nIt begins.\n\n## Another table\n\n`make results NAME=more` repeats it." in text
     assert "## An old table\n\n###" in text
-    readme = (archive.root / "README.md").read_text()
-    assert readme.startswith("before\n<!-- results: made by us -->\n| network")
-    assert readme.endswith("<!-- end of results -->\nafter\n")
+    page = (archive.root / "docs" / "uncertainty.md").read_text()
+    assert page == block.format("uncertainty").replace("old", "Not measured yet.")
     assert "old" in (archive.root / "docs" / "imagenet.md").read_text()  # not a block of ours
     _leave(archive, "tiny", 1, top1=0.5)
     assert _call(archive, "docs", "--check") == 1
