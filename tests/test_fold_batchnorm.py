@@ -17,8 +17,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.nn.utils.parametrizations import weight_norm
 
 from pwfn import Config, DataError, GaussianNetwork, PwfnError, Result, WeightError, compress, load, loads
-from pwfn.bayes.fold_batchnorm import fold_batchnorm, round_uncompressed, shrink_uncompressed
 from pwfn.config import FinishConfig, UncompressedDtype
+from pwfn.file.fold_batchnorm import fold_batchnorm, round_uncompressed, shrink_uncompressed
 from pwfn.file.format import dumps
 from pwfn.zoo.data import Repeated
 
