@@ -1,21 +1,21 @@
-"""How fast and how large: fixing rounds, against one torch.sort and against a table of weights by candidates.
+"""Time and memory of fixing rounds, against one torch.sort and against a table of weights by candidates.
 
     python benchmarks/clustering.py [--quick] [--device cpu|cuda]
 
-One JSON line a case, every time a median of several runs. ``ratio`` is our time over the rival's in the
-same run. Cases: all ten rounds of the paper's schedule, without training in between, by each rule, at
-25 M weights (2 M with ``--quick``); on a GPU one round of 10^9 weights besides, to 0.2 and to 1.0.
+Prints one JSON line per case; every time is a median of several runs. ``ratio`` is our time divided by the
+rival's in the same run. Cases: all ten rounds of the paper's schedule without training between them, by each
+rule, at 25 M weights (2 M with ``--quick``); on a GPU also one round of 10^9 weights, to 0.2 and to 1.0.
 
-Rivals: ``torch.sort`` of as many float32 numbers; and the plainest program, which measures every free
+Rivals: ``torch.sort`` of as many float32 numbers; and the simplest program, which measures every free
 weight against every candidate and sorts all distances (ten rounds of 1 M weights on a CPU; at that size
-``same`` tells whether both end with the same weights).
+``same`` says whether both end with the same weights).
 
-``ours_bytes`` is the most memory held at any time of a round beyond its inputs and its result;
-``rival_bytes`` likewise, but for the sort its result, values and indices, counts: one would hold it to work
-with it. On a CPU it is the tensors made, without what an operation of torch needs inside.
+``ours_bytes`` is the largest memory of a round at any time beyond its inputs and its result;
+``rival_bytes`` likewise, except that the result of the sort, values and indices, counts: it must be held to
+work with it. On a CPU only tensors count, not what an operation of torch allocates inside.
 
-Means are drawn like a ResNet's, twenty layers with standard deviations from 0.01 to 0.2; sigma evenly from
-0.028 to 0.05, as seen in training.
+Means are drawn like those of a ResNet: twenty layers with standard deviations from 0.01 to 0.2. Sigma is
+uniform from 0.028 to 0.05, as seen in training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from pwfn import PAPER_FRACTIONS, FixResult, __version__, candidates, fix_round
+from pwfn import PAPER_FRACTIONS, __version__, candidates, fix_round
 from pwfn.fixing.fix_round import target_count
 
 RULES = ("each", "mean", "nearest")
@@ -49,7 +49,7 @@ Round = Callable[[Tensor, Tensor, Tensor, float], State]
 
 
 class Measured(NamedTuple):
-    """Median seconds and the most extra bytes."""
+    """Median seconds and peak extra bytes."""
 
     seconds: float
     bytes: int
@@ -65,14 +65,14 @@ def weights(size: int, device: torch.device) -> State:
     return mu, sigma, torch.zeros(size, dtype=torch.bool, device=device)
 
 
-def settle(device: torch.device) -> None:
-    """Wait for the device; its work is only queued when a call returns."""
+def wait(device: torch.device) -> None:
+    """Wait for the device: calls return before their work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-class Watch(TorchDispatchMode):
-    """The most bytes that tensors made within the block held at any time, without the operations' own."""
+class PeakBytes(TorchDispatchMode):
+    """The largest memory of tensors made within the block, without what operations allocate inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and note its results."""
         given = {StorageWeakRef(t.untyped_storage()) for t in tree_iter(args) if isinstance(t, Tensor)}
-        self._given |= given - self._alive.keys()  # what was there before, of which a view may be made
+        self._given |= given - self._alive.keys()  # made before the block; results may be views of them
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
@@ -96,10 +96,10 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def most_bytes(action: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
-    """The most memory that a run holds beyond what there was before, and its result."""
+def peak_bytes(action: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """The peak of memory beyond what was in use before, and the result."""
     if device.type == "cpu":
-        with Watch() as watch:
+        with PeakBytes() as watch:
             result = action()
         return watch.peak_bytes, result
     torch.cuda.synchronize()
@@ -110,50 +110,50 @@ def most_bytes(action: Callable[[], Any], device: torch.device) -> tuple[int, An
     return torch.cuda.max_memory_allocated() - before, result
 
 
-def most_extra_bytes(one: Round, state: State, fractions: tuple[float, ...]) -> int:
-    """The most memory of any round beyond its inputs and its result; this also warms up."""
-    most = 0
+def peak_extra_bytes(one: Round, state: State, fractions: tuple[float, ...]) -> int:
+    """The largest peak of a round beyond its inputs and its result; this also warms up."""
+    largest = 0
     for fraction in fractions:
-        peak, state = most_bytes(partial(one, *state, fraction), state[0].device)
-        most = max(most, peak - sum(tensor.nbytes for tensor in state))
-    return most
+        peak, state = peak_bytes(partial(one, *state, fraction), state[0].device)
+        largest = max(largest, peak - sum(tensor.nbytes for tensor in state))
+    return largest
 
 
 def median_s(action: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, Any]:
     """Median seconds of several runs, and the last result."""
     times, result = [], None
     for _ in range(repeats):
-        result = None  # no two results at a time
-        settle(device)
+        result = None  # so that two results are never held at once
+        wait(device)
         start = time.perf_counter()
         result = action()
-        settle(device)
+        wait(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times), result
 
 
 def rounds(one: Round, state: State, fractions: tuple[float, ...]) -> State:
-    """Round after round, each from the result of the last."""
+    """Several rounds, each from the result of the one before."""
     for fraction in fractions:
         state = one(*state, fraction)
     return state
 
 
 class Ours:
-    """`pwfn.fix_round` by one rule, which counts its choices of a centre."""
+    """`pwfn.fix_round` by one rule; counts the centres chosen."""
 
     def __init__(self, rule: str) -> None:
         self.rule, self.choices = rule, 0
 
     def __call__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float) -> State:
         """One round."""
-        done: FixResult = fix_round(mu, sigma, fixed, fraction, rule=self.rule, sweep=16.0)
+        done = fix_round(mu, sigma, fixed, fraction, rule=self.rule, sweep=16.0)
         self.choices += len(done.steps)
         return done.mu, done.sigma, done.fixed
 
 
 def dense(mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float) -> State:
-    """One round by ``each``: a table of weights by candidates, and all distances sorted."""
+    """One round by ``each``, with a table of weights by candidates and all distances sorted."""
     mu, sigma, fixed = mu.clone(), sigma.clone(), fixed.clone()
     goal = target_count(mu.numel(), fraction)
     omega, delta = 1, 1.0
@@ -196,26 +196,26 @@ class Bench:
         print(json.dumps(facts), flush=True)
 
     def rounds(self, one: Round, state: State, fractions: tuple[float, ...]) -> tuple[Measured, State]:
-        """Memory and time of round after round."""
-        peak = most_extra_bytes(one, state, fractions)
+        """Memory and time of several rounds."""
+        peak = peak_extra_bytes(one, state, fractions)
         seconds, result = median_s(lambda: rounds(one, state, fractions), self.device, self.repeats)
         return Measured(seconds, peak), result
 
     def against_sort(self, size: int, cases: Sequence[tuple[str, tuple[float, ...]]], words: str) -> None:
         """Rounds by some rules against one sort of as many numbers."""
         state = weights(size, self.device)
-        peak = most_bytes(lambda: torch.sort(state[0]), self.device)[0]
+        peak = peak_bytes(lambda: torch.sort(state[0]), self.device)[0]
         for rule, fractions in cases:
             ours = Ours(rule)
             done = self.rounds(ours, state, fractions)[0]
-            # Anew beside each case: what else the machine does changes meanwhile.
+            # Measured again beside each case: the load of the machine changes.
             seconds = median_s(lambda: torch.sort(state[0]), self.device, self.repeats)[0]
             case = f"{words.format(fractions[-1])}, {size:,} weights, {rule}"
             more = {"weights": size, "choices": ours.choices // (self.repeats + 1)}
             self.line(case, done, "one torch.sort of them", Measured(seconds, peak), **more)
 
     def against_table(self, size: int) -> None:
-        """All ten rounds against the plainest program."""
+        """All ten rounds against the simplest program."""
         state, ours = weights(size, self.device), Ours("each")
         theirs, expected = self.rounds(dense, state, PAPER_FRACTIONS)
         done, found = self.rounds(ours, state, PAPER_FRACTIONS)
@@ -236,7 +236,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that is timed."""
+    """Versions of everything that is timed."""
     return {"python": platform.python_version(), "torch": torch.__version__, "pwfn": __version__}
 
 
@@ -246,7 +246,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer weights, fewer repeats; no billion")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU, where there is one, unless told")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")
     arguments = parser.parse_args()
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(arguments.device or found)

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pwfn.rounds import Run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,7 +49,6 @@ from pwfn.bayes.train import reestimate_batchnorm, stepper_for
 from pwfn.config import Precision
 from pwfn.lab import baselines as methods
 from pwfn.lab import compare
-from pwfn.rounds import Run
 from pwfn.zoo import models
 from pwfn.zoo.data import DataOptions, open_source
 

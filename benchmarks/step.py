@@ -1,22 +1,23 @@
-"""What a step of Gaussian weights costs, against plain fine-tuning and other ways to be Bayesian.
+"""The cost of a training step with Gaussian weights, against plain fine-tuning and other Bayesian layers.
 
     python benchmarks/step.py [--quick] [--cases NAME …] [--profile]
 
-One JSON line a case. A step is forward, backward, clipping to norm 1 and SGD with momentum, on one
-batch that lies on the device; for CUDA in bfloat16 autocast and channels-last, on a CPU in float32.
-Ours is the loop of a run (``pwfn.bayes.train.fit``) with half of the weights fixed. ``ratio`` is our
-time over the rival's, each a median of blocks of steps that take turns in the same process;
+Prints one JSON line per case. A step is forward, backward, clipping to norm 1 and SGD with momentum, on
+one batch that is on the device already; on CUDA in bfloat16 autocast and channels-last, on a CPU in float32.
+Ours is the loop of a run (``pwfn.bayes.train.fit``) with half of the weights fixed. ``ratio`` is our time
+divided by the rival's, each a median over blocks of steps that alternate in the same process;
 ``ours_bytes`` and ``rival_bytes`` are the peak of the device's memory over a few steps, each measured
-with the other not there (0 on a CPU).
+without the other (0 on a CPU).
 
-On CUDA also with forward and backward recorded as a CUDA graph (``training.cuda_graph``), against plain
-fine-tuning as usual and with its whole step recorded.
+On CUDA there are also cases with forward and backward as a CUDA graph (``training.cuda_graph``), against
+plain fine-tuning as usual and with its whole step captured.
 
-Rivals: plain fine-tuning; ours without fused passes; ``torch.nn.utils.parametrize`` with
-``mu + sigma * randn`` on every weight; bayesian-torch's reparameterised layers, where it is installed.
+Rivals: plain fine-tuning; ours with torch's optimiser instead of fused passes;
+``torch.nn.utils.parametrize`` with ``mu + sigma * randn`` on every weight; the reparameterised layers of
+bayesian-torch, if it is installed.
 
---profile prints instead, for ours with and without fused passes, what a step does on the host and
-the device, by torch's profiler.
+--profile prints what a step does on the host and the device instead, by torch's profiler, with and
+without fused passes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,11 @@ from torch.nn.utils import parametrize
 from pwfn import Config, GaussianNetwork
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.objective import Objective, autocast
-from pwfn.bayes.optimizer import FlatSGD
+from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.train import fit
 from pwfn.zoo import models
 
-LR, MOMENTUM, DECAY, CLIP = 1e-3, 0.9, 1e-4, 1.0
+LR, DECAY, CLIP = 1e-3, 1e-4, 1.0
 CASES = {  # network, image side, classes, batch
     "cifar_resnet20": (32, 10, 128),
     "cifar_resnet18": (32, 10, 128),
@@ -63,9 +63,14 @@ class Setting:
         side, classes, size = CASES[name]
         torch.manual_seed(0)
         self.device = device
-        # The paper's sigma: it learns, and fixed weights are drawn too, the most that a step has to do.
+        # As in the paper, sigma is trained and fixed weights are drawn too: the most that a step has to do.
         self.config = Config.preset("paper").override(
-            {"training.precision": "bf16" if device.type == "cuda" else "fp32", "training.clip_norm": CLIP}
+            {
+                "training.precision": "bf16" if device.type == "cuda" else "fp32",
+                "training.learning_rate": LR,
+                "training.weight_decay": DECAY,
+                "training.clip_norm": CLIP,
+            }
         )
         self.model = models.create(name).to(device)
         size = batch or size
@@ -88,14 +93,7 @@ def ours(setting: Setting, *, fused: bool = True, graph: bool = False) -> Steps:
     net = GaussianNetwork(setting.model, setting.config).train()
     net.fix(0.5)
     config = setting.config.override({"training.cuda_graph": graph}).training
-    rates = {"lr": LR, "weight_decay": DECAY}
-    optimizer: Any
-    if fused:
-        net.share_storage()
-        dtype = torch.bfloat16 if setting.device.type == "cuda" else None
-        optimizer = FlatSGD(net, **rates, momentum=MOMENTUM, clip_norm=CLIP, dtype=dtype)
-    else:
-        optimizer = torch.optim.SGD(net.parameter_groups(**rates), momentum=MOMENTUM)
+    optimizer = optimizer_for(net, config, seed=0, fused=fused)
     objective, batches = Objective(F.cross_entropy), _batches(setting.batch)
 
     def steps(count: int) -> None:
@@ -105,7 +103,7 @@ def ours(setting: Setting, *, fused: bool = True, graph: bool = False) -> Steps:
 
 
 def _loop(setting: Setting, model: nn.Module, extra: Callable[[], Tensor | float] = lambda: 0.0) -> Steps:
-    """A plain loop, as one would write it; the loss is read once a block, as ours is."""
+    """A plain training loop; the loss is read once per block, as in ours."""
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = setting.device.type == "cuda"
@@ -130,7 +128,7 @@ def plain(setting: Setting) -> Steps:
     return _loop(setting, copy.deepcopy(setting.model).to(memory_format=torch.channels_last))  # type: ignore[call-overload]  # as torch documents it
 
 
-def plain_recorded(setting: Setting) -> Steps:
+def plain_captured(setting: Setting) -> Steps:
     """Plain fine-tuning whose whole step is a CUDA graph."""
     model = copy.deepcopy(setting.model).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]  # as torch documents it
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -155,7 +153,7 @@ def plain_recorded(setting: Setting) -> Steps:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def steps(count: int, alive: object = step) -> None:  # what the graph reads and writes stays alive
+    def steps(count: int, alive: object = step) -> None:  # keeps alive what the graph reads and writes
         total = torch.zeros((), device=setting.device)
         for _ in range(count):
             graph.replay()
@@ -178,7 +176,7 @@ class Gaussian(nn.Module):
 
 
 def parametrized(setting: Setting) -> Steps:
-    """The least code that makes every weight of every layer Gaussian."""
+    """The shortest code that makes every weight of every layer Gaussian."""
     model = copy.deepcopy(setting.model)
     for layer in list(model.modules()):
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
@@ -193,7 +191,7 @@ def parametrized(setting: Setting) -> Steps:
 
 
 def bayesian_torch(setting: Setting) -> Steps:
-    """bayesian-torch's own conversion, with its KL term."""
+    """The conversion of bayesian-torch, with its KL term."""
     from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn, get_kl_loss  # type: ignore[import-not-found,import-untyped,unused-ignore]  # not ours
 
     model = copy.deepcopy(setting.model)
@@ -212,18 +210,17 @@ RIVALS: dict[str, Callable[[Setting], Steps]] = {
 }
 
 
-RIVALS_OF_ALL = ("plain fine-tuning", "pwfn without fused passes")  # at 224 pixels these two will do
-ABSENT = ("bayesian-torch", None)
+RIVALS_OF_LARGE = ("plain fine-tuning", "pwfn without fused passes")  # at 224 pixels
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(setting: Setting, make: Callable[[Setting], Steps]) -> int:
-    """Of the device, over a few steps, with nothing else alive but network and batch."""
+    """Peak memory of the device over a few steps, with only the network and the batch beside it."""
     if setting.device.type != "cuda":
         return 0
     gc.collect()
@@ -232,13 +229,13 @@ def peak_bytes(setting: Setting, make: Callable[[Setting], Steps]) -> int:
     steps(3)
     torch.cuda.reset_peak_memory_stats()
     steps(3)
-    # The original network, which ours was copied from, is not part of anybody's training.
+    # The original network is not part of the training.
     own = sum(t.numel() * t.element_size() for t in setting.model.state_dict().values())
     return torch.cuda.max_memory_allocated() - own
 
 
 def medians(device: torch.device, runs: list[Steps], blocks: int, length: int) -> list[float]:
-    """Seconds a step of each, in blocks that take turns."""
+    """Seconds per step of each, in alternating blocks."""
     for steps in runs:
         steps(length)
     times: list[list[float]] = [[] for _ in runs]
@@ -257,20 +254,22 @@ def measure(name: str, device: torch.device, *, quick: bool) -> None:
     cuda = device.type == "cuda"
     setting = Setting(name, device, 16 if quick and not cuda else None)
     blocks, length = (3, 2) if quick else (9, 10) if cuda else (11, 3)
-    is_large = CASES[name][0] > 100
+    rivals = dict(RIVALS)
+    if find_spec("bayesian_torch") is None:
+        del rivals["bayesian-torch"]
+    if CASES[name][0] > 100:
+        rivals = {rival: RIVALS[rival] for rival in RIVALS_OF_LARGE}
     compared: list[tuple[str, Callable[[Setting], Steps], str, Callable[[Setting], Steps]]] = [
-        ("", ours, rival, make)
-        for rival, make in RIVALS.items()
-        if rival in RIVALS_OF_ALL or (not is_large and (rival, find_spec("bayesian_torch")) != ABSENT)
+        ("", ours, rival, make) for rival, make in rivals.items()
     ]
     if cuda:
-        recorded = partial(ours, graph=True)
-        compared.append((", CUDA graph", recorded, "plain fine-tuning", plain))
-        compared.append((", CUDA graph", recorded, "plain fine-tuning, CUDA graph", plain_recorded))
+        captured = partial(ours, graph=True)
+        compared.append((", CUDA graph", captured, "plain fine-tuning", plain))
+        compared.append((", CUDA graph", captured, "plain fine-tuning, CUDA graph", plain_captured))
     for way, mine, rival, make in compared:
-        # The memory that a graph replays in does not count as allocated.
+        # The memory of a graph does not count as allocated.
         our_bytes, rival_bytes = (0, 0) if way else (peak_bytes(setting, mine), peak_bytes(setting, make))
-        # A stretch of training records its graph anew after three steps: short blocks would mostly record.
+        # Each call captures its graph again after three steps: short blocks would mostly capture.
         turns = (5, 60) if way else (blocks, length)
         our_s, rival_s = medians(device, [mine(setting), make(setting)], *turns)
         facts = {
@@ -289,7 +288,7 @@ def measure(name: str, device: torch.device, *, quick: bool) -> None:
 
 
 def profile(name: str, device: torch.device) -> None:
-    """What a step does, without and with fused passes."""
+    """Kernels and waits of a step, without and with fused passes."""
     setting = Setting(name, device)
     for fused in (False, True):
         steps = ours(setting, fused=fused)
@@ -298,7 +297,7 @@ def profile(name: str, device: torch.device) -> None:
         if device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profiler:
-            steps(10)  # below the 32 that a look at the loss comes after
+            steps(10)  # fewer than the 32 after which the loss is read
             wait(device)
         events = profiler.events() or []
         waits = ("cudaStreamSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::item")
@@ -315,7 +314,7 @@ def profile(name: str, device: torch.device) -> None:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small batches and few blocks, for a CPU")
     parser.add_argument("--cases", nargs="+", choices=CASES, help="networks")
@@ -323,7 +322,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="profile instead")
     options = parser.parse_args()
     device = torch.device(options.device)
-    torch.backends.cudnn.benchmark = True  # for everybody alike
+    torch.backends.cudnn.benchmark = True  # for all rivals
     usual = ["cifar_resnet20"] if device.type == "cpu" else list(CASES)
     for name in options.cases or usual:
         if options.profile:

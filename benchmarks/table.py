@@ -1,11 +1,11 @@
 """Write the tables of docs/performance.md from the lines in benchmarks/results.
 
-    python benchmarks/step.py >> benchmarks/results/step_h200.jsonl     and the like, on each machine
+    python benchmarks/step.py >> benchmarks/results/step_h200.jsonl     on each machine, for each benchmark
     python benchmarks/table.py            rewrite the block between the two marks
-    python benchmarks/table.py --check    exit 1 if the page is not up to date
+    python benchmarks/table.py --check    exit with 1 if the page is not up to date
 
-A later line of the same case, rival and device replaces an earlier one. A line without a ratio (a profile) is
-left out.
+A later line of the same case, rival and device replaces an earlier one. Lines without a ratio (profiles) are
+skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD = (
 
 
 def lines() -> list[dict[str, Any]]:
-    """Every case once, in the order of files and lines."""
+    """The newest line of every case, in the order of files and lines."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for path in sorted(RESULTS.glob("*.jsonl")):
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -37,7 +37,7 @@ def lines() -> list[dict[str, Any]]:
 
 
 def seconds(value: float | None) -> str:
-    """A time in the unit that suits it."""
+    """A time with a suitable unit."""
     if value is None:
         return "–"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -47,7 +47,7 @@ def seconds(value: float | None) -> str:
 
 
 def memory(facts: dict[str, Any], name: str) -> str:
-    """Megabytes, where they were measured: what a CUDA graph replays in does not count as allocated."""
+    """Megabytes, if measured: the memory of a CUDA graph does not count as allocated."""
     value = 0 if "CUDA graph" in facts["case"] else facts.get(name)
     return f"{value / 1e6:,.1f} MB" if value else "–"
 
@@ -67,7 +67,7 @@ def table() -> str:
 def main() -> int:
     """Rewrite the page, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only tell whether the page is up to date")
+    parser.add_argument("--check", action="store_true", help="only check whether the page is up to date")
     options = parser.parse_args()
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)

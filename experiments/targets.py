@@ -34,7 +34,6 @@ class Target:
 
     name: str  # of the table
     label: str
-    first_page: bool = False  # shown in the README
     at_least: float | None = None  # mean accuracy, a fraction
     within_points: float | None = None  # instead: points (of 100) that it may be below the start
     start_at_least: float | None = None  # accuracy of the network before compression
@@ -153,12 +152,10 @@ def row(target: Target, found: Sequence[Facts], missing: Mapping[int, str]) -> l
     return [*shown, target.asked(), verdict(target, found, missing)]
 
 
-def table(archive: Archive, *, first_page: bool = False) -> list[str]:
-    """The table of all targets; for the first page, some of them, without target and verdict."""
-    every = read(archive.experiments / "targets.toml")
-    asked = [target for target in every if target.first_page or not first_page]
+def table(archive: Archive) -> list[str]:
+    """The table of all targets."""
     rows, everything = [], list[Facts]()
-    for target in asked:
+    for target in read(archive.experiments / "targets.toml"):
         found, missing = results(archive, target.name)
         everything += found
         rows.append(row(target, found, missing))
@@ -168,8 +165,6 @@ def table(archive: Archive, *, first_page: bool = False) -> list[str]:
     if any(cells[0].endswith("†") for cells in rows):
         commit = archive.retirement["commit"]
         notes += f" †: uses settings that no longer exist; commit {commit} has the plan and can repeat it."
-    if first_page:
-        return [*markdown(HEADS[:-2], [cells[:-2] for cells in rows]), "", notes]
     if everything:
         on, made = "; ".join(machines(everything)), ", ".join(commits(everything))
         notes += f"\n\nMeasured on: {on}. Commits: {made}."

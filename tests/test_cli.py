@@ -50,12 +50,12 @@ def sentence(found: tuple[int, str, str]) -> str:
 # Help
 
 
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_the_script_and_the_module_are_the_same_command(argument: str) -> None:
-    script, module = shell(SCRIPT, argument), shell(MODULE, argument)
-    assert script.returncode == module.returncode == 0
-    assert script.stdout == module.stdout != ""
-    assert script.stderr == module.stderr == ""
+def test_the_script_and_the_module_are_the_same_command(call: Call) -> None:
+    expected = (0, f"pwfn {pwfn.__version__}\n", "")
+    assert call("--version") == expected
+    for command in (SCRIPT, MODULE):
+        done = shell(command, "--version")
+        assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 @pytest.mark.parametrize("name", COMMANDS)

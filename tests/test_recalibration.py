@@ -15,8 +15,8 @@ from cases import compressed_of, numbers
 from torch import Tensor, nn
 
 from pwfn import DataError, WeightError, load
-from pwfn.bayes.fold_batchnorm import fold_batchnorm
 from pwfn.evaluate.ensemble import ensemble, point
+from pwfn.file.fold_batchnorm import fold_batchnorm
 from pwfn.lab.uncertainty.assess import Rival, assess
 from pwfn.lab.uncertainty.recalibration import Recalibration
 from pwfn.zoo.data import DataOptions, open_source

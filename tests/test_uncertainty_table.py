@@ -83,9 +83,8 @@ def test_means_over_seeds_and_each_rival_once(tmp_path: Path) -> None:
 def test_a_table_for_each_network_and_what_its_runs_have_in_common(tmp_path: Path) -> None:
     short = {"schedule.epochs_per_round": 0.5}
     _result(tmp_path, "recommended", 0, 0.1, ["sigma × 1"], "small", **short)
-    _result(
-        tmp_path, "sigma kept", 1, 0.2, ["sigma × 1"], "small", **short, **{"clustering.fixed_sigma": "keep"}
-    )
+    other = {**short, "posterior.noise_on_fixed": False}
+    _result(tmp_path, "quiet", 1, 0.2, ["sigma × 1"], "small", **other)
     _result(tmp_path, "recommended", 0, 0.3, ["sigma × 1"], "large")
     lines = uncertainty_table.table(tmp_path)
     assert [line for line in lines if line.startswith("#")] == ["### large", "### small"]

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from pwfn.bayes.batches import Source
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.fold_batchnorm import shrink_uncompressed
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, phases
 from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
@@ -30,6 +29,7 @@ from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.evaluate.targets import State, check_target, choose, meets
 from pwfn.file.compressed import Compressed
+from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps, loads
 from pwfn.progress import Keep, Progress, Round, StepEvent
 from pwfn.result import Result

@@ -1,6 +1,6 @@
-"""What pwfn raises: one base class, and a few named cases a caller may want to tell apart.
+"""The errors of pwfn: one base class, and subclasses for cases that a caller may want to tell apart.
 
-Every message is one sentence that names the thing, the cause and the way out.
+Every message is one sentence that says what is wrong, where, why, and what to do.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class PwfnError(Exception):
     """
 
     exit_status = 2
-    """What the command ends with."""
+    """The exit status of the command."""
 
     progress: Any = None
-    """What a run had reached when this was raised in its midst: a :class:`pwfn.Progress`."""
+    """Where a run was when the error was raised: a :class:`pwfn.progress.Progress`."""
 
 
 class ConfigError(PwfnError):
@@ -27,11 +27,11 @@ class ConfigError(PwfnError):
 
 
 class LayoutError(PwfnError):
-    """The model's parameters cannot be laid out as one vector."""
+    """The model's parameters cannot be arranged as one vector."""
 
 
 class DataError(PwfnError):
-    """A loader is empty, ran out, or gave a batch that the model or the loss cannot take."""
+    """A loader is empty, failed, or gave a batch that the model or the loss cannot process."""
 
 
 class TooLargeError(DataError):
@@ -39,23 +39,23 @@ class TooLargeError(DataError):
 
 
 class PeerError(PwfnError):
-    """Another process of the run has ended, cannot be reached, or has come to other clusters."""
+    """Another process of the run has ended, cannot be reached, or has different weights."""
 
 
 class WeightError(PwfnError):
-    """A weight, sigma or mask is not what the operation needs (NaN, wrong length, still free)."""
+    """A weight, sigma or mask is not valid for the operation (NaN, wrong length, not fixed yet)."""
 
 
 class DivergedError(PwfnError):
-    """The loss or a gradient is no longer a finite number."""
+    """The loss or a gradient is no longer finite."""
 
 
 class FileError(PwfnError):
-    """A file cannot be written, or is not a sound .pwfn file."""
+    """A file cannot be read or written, or is not a valid .pwfn file."""
 
 
 def cause(error: Exception) -> str:
-    """Class and first line of another's error, for a message of ours that speaks of it.
+    """Class and first line of an error, to quote it in another message.
 
     >>> cause(ValueError("no such thing"))
     'ValueError: no such thing'

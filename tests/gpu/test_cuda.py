@@ -1,4 +1,4 @@
-"""What must hold on a GPU; skipped where there is none."""
+"""Results on a GPU: equal to those of the CPU where they must be, and the same in every run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from pwfn import Config, GaussianNetwork, compress, fix_round
+from pwfn.lab.baselines import kmeans_clusters as kmeans
+from pwfn.lab.baselines import wfn_rounds as wfn
 from pwfn.zoo.models import digits_resnet
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("rule", ["mean", "each", "nearest"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sweep", [None, 4.0])
-def test_clusters_are_those_of_the_cpu(rule: str, dtype: torch.dtype, sweep: float | None) -> None:
+def test_fixing_rounds_are_those_of_the_cpu(rule: str, dtype: torch.dtype, sweep: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     mu = torch.randn(100_003, generator=generator, dtype=dtype) * 0.1
     sigma = torch.rand(100_003, generator=generator, dtype=dtype) * 0.02
@@ -34,7 +36,21 @@ def test_clusters_are_those_of_the_cpu(rule: str, dtype: torch.dtype, sweep: flo
         there = gpu.mu, gpu.sigma, gpu.fixed
 
 
-def test_wrapped_output_is_the_original_one() -> None:
+def test_the_rounds_of_wfn_and_clusters_of_kmeans_are_those_of_the_cpu() -> None:
+    w = 0.05 * torch.randn(270_001, generator=torch.Generator().manual_seed(0))
+    here, there = kmeans.kmeans(w.cuda(), 16), kmeans.kmeans(w, 16)
+    assert torch.equal(here.centroids.cpu(), there.centroids)
+    assert torch.equal(here.indices.cpu(), there.indices)
+    fixed = torch.zeros_like(w, dtype=torch.bool)
+    for fraction in (0.4, 0.9, 1.0):
+        gpu = wfn.fix_round(w.cuda(), fixed.cuda(), fraction, delta=0.015)
+        cpu = wfn.fix_round(w, fixed, fraction, delta=0.015)
+        assert gpu.steps == cpu.steps
+        assert torch.equal(gpu.weights.cpu(), cpu.weights)
+        w, fixed = cpu.weights, cpu.fixed
+
+
+def test_before_training_the_output_is_the_models_own() -> None:
     model = digits_resnet().cuda().eval()
     images = torch.randn(7, 1, 8, 8, device="cuda")
     with torch.no_grad():
@@ -55,9 +71,9 @@ def test_the_same_seed_gives_the_same_bits(precision: str) -> None:
     assert all(torch.equal(first.untouched[name], second.untouched[name]) for name in first.untouched)
 
 
-# Advice of the compiler's, and a deprecation within torch itself.
+# Advice from the compiler, and a deprecation within torch itself.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:.torch.jit.script_method")
-def test_compiled_step_trains_and_holds_what_is_fixed() -> None:
+def test_a_compiled_step_trains_free_weights_only() -> None:
     net = GaussianNetwork(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))).cuda().train()
     net.fix(0.5)
     fixed = net.mu[net.fixed].clone()

@@ -1,9 +1,9 @@
-"""What loaders give: batches split for model and loss, on their device, and errors that name them."""
+"""Batches of a data loader: split into inputs and target, moved to a device, named in errors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, PwfnError, TooLargeError, cause
 
 _TARGET_KEYS = ("labels", "label", "target", "targets")
-# What a model or loss raises on a batch it cannot take; anything else is a fault of its own.
+# What a model or a loss raises for a batch that it cannot process. Anything else is a bug of its own.
 BATCH_ERRORS = (
     RuntimeError,
     TypeError,
@@ -28,7 +28,7 @@ BATCH_ERRORS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """What a loader gave, split into what the model takes and what the loss compares with."""
+    """One batch: the arguments of the model, and the target of the loss."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,9 +36,14 @@ class Batch:
 
     @classmethod
     def of(cls, raw: Any, device: torch.device, channels_last: bool = False) -> Batch:
-        """``(x, y)``, ``(x1, x2, …, y)``, a mapping with ``labels`` or ``target``, or ``x`` alone."""
-        raw = _moved(raw, device, channels_last)
-        if isinstance(raw, Mapping):
+        """From ``(x, y)``, ``(x1, x2, …, y)``, a mapping with ``labels`` or ``target``, or ``x`` alone."""
+
+        def move(tensor: Tensor) -> Tensor:
+            form = torch.channels_last if channels_last and tensor.dim() == 4 else torch.preserve_format
+            return tensor.to(device, non_blocking=True, memory_format=form)
+
+        raw = _map(move, raw)
+        if isinstance(raw, dict):
             key = next((key for key in _TARGET_KEYS if key in raw), None)
             inputs = {str(name): value for name, value in raw.items() if name != key}
             return cls((), inputs, raw[key] if key else None)
@@ -53,7 +58,7 @@ class Batch:
         return next(sizes, 1)
 
     def through(self, model: nn.Module, where: str) -> Any:
-        """The model's output; a batch it cannot take is the user's to mend, and says so."""
+        """The model's output; a :class:`~pwfn.DataError` if the model cannot process the batch."""
         try:
             return model(*self.args, **self.kwargs)
         except BATCH_ERRORS as error:
@@ -64,7 +69,7 @@ class Batch:
             ) from error
 
     def too_large(self, where: str, fits: int | None = None) -> TooLargeError:
-        """The error for a batch that does not fit in memory; with ``fits``, what would, as tried out."""
+        """The error for a batch that does not fit in memory; ``fits``: the size that does, if known."""
         if fits is None:
             advice = "use smaller batches"
         elif fits == 0:
@@ -74,40 +79,27 @@ class Batch:
         return TooLargeError(f"{where}: out of memory with inputs {self.describe()}: {advice}")
 
     def first(self, count: int) -> Batch:
-        """Its first examples: of every tensor as long as the batch, so many rows."""
+        """The first examples: that many rows of every tensor that is as long as the batch."""
         size = self.size
+        return self._mapped(lambda x: x[:count] if x.dim() > 0 and x.shape[0] == size else x)
 
-        def cut(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value[:count] if value.dim() > 0 and value.shape[0] == size else value
-            if isinstance(value, Mapping):
-                return {key: cut(item) for key, item in value.items()}
-            return tuple(cut(item) for item in value) if isinstance(value, tuple) else value
+    def cloned(self) -> Batch:
+        """A copy with its own tensors."""
+        return self._mapped(Tensor.clone)
 
-        return Batch(cut(self.args), cut(self.kwargs), cut(self.target))
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(*_map(function, (self.args, self.kwargs, self.target)))
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of inputs and target, in one order."""
+        """Every tensor of inputs and target, in a fixed order."""
         return list(_tensors((self.args, self.kwargs, self.target)))
 
     def shape(self) -> tuple[Any, ...]:
-        """What two batches must have in common to take the same way through a network."""
+        """Shape, type and strides of every tensor: batches with the same ones can replay one CUDA graph."""
         return tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors())
 
-    def cloned(self) -> Batch:
-        """A copy with tensors of its own."""
-
-        def clone(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.clone()
-            if isinstance(value, Mapping):
-                return {key: clone(item) for key, item in value.items()}
-            return tuple(clone(item) for item in value) if isinstance(value, tuple) else value
-
-        return Batch(clone(self.args), clone(self.kwargs), clone(self.target))
-
     def describe(self) -> str:
-        """Shapes and number types of the inputs."""
+        """Shapes and types of the inputs."""
         named = [("", value) for value in self.args] + [(f"{k}=", v) for k, v in self.kwargs.items()]
         return ", ".join(
             f"{name}{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}"
@@ -118,8 +110,17 @@ class Batch:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; the CPU's allocator has no class of its own for that."""
+    """Whether memory ran out; the CPU allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure with the function applied to every tensor; lists become tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map(function, item) for key, item in value.items()}
+    return tuple(_map(function, item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -132,48 +133,33 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _moved(raw: Any, device: torch.device, channels_last: bool) -> Any:
-    if isinstance(raw, Tensor):
-        form = torch.channels_last if channels_last and raw.dim() == 4 else torch.preserve_format
-        return raw.to(device, non_blocking=True, memory_format=form)
-    if isinstance(raw, Mapping):
-        return {key: _moved(value, device, channels_last) for key, value in raw.items()}
-    if isinstance(raw, (tuple, list)):
-        return tuple(_moved(value, device, channels_last) for value in raw)
-    return raw
-
-
 @dataclass(frozen=True)
 class Source:
-    """A loader with its name in messages, on its way to a device."""
+    """A data loader, its name in error messages, and the device its batches are moved to."""
 
     name: str
     loader: Iterable[Any]
     device: torch.device
-    channels_last: bool = False  # the order of images in memory
+    channels_last: bool = False  # memory format of images
 
     def steps_per_epoch(self, config: TrainingConfig) -> int:
-        """Batches in an epoch: as configured, or the loader's length."""
+        """Batches per epoch: ``training.steps_per_epoch``, or the loader's length."""
         loader = self._iterable()
         if config.steps_per_epoch is not None:
             return config.steps_per_epoch
+        advice = "set training.steps_per_epoch to the number of its batches"
         if not isinstance(loader, Sized):
-            raise DataError(
-                f"{self.name} has no length: set training.steps_per_epoch to the number of its batches"
-            )
+            raise DataError(f"{self.name} has no length: {advice}")
         try:
             length = len(loader)
-        except Exception as error:  # a DataLoader over a data set without a length, say
-            raise DataError(
-                f"{self.name} has no length ({cause(error)}): set training.steps_per_epoch to the "
-                "number of its batches"
-            ) from error
+        except Exception as error:  # for example, a DataLoader over a data set without a length
+            raise DataError(f"{self.name} has no length ({cause(error)}): {advice}") from error
         if length == 0:
             raise DataError(f"{self.name} is empty: it has no batch to train or test on")
         return length
 
     def batches(self, epoch: int | None = None, start: int = 0) -> Iterator[Batch]:
-        """One pass; with ``epoch``, that one from batch ``start`` on, if the loader can tell them apart."""
+        """One pass; where the loader numbers its epochs, epoch ``epoch`` from batch ``start``."""
         loader = self._iterable()
         iterator: Iterator[Any] | None = None
         for number in itertools.count(start + 1):
@@ -186,17 +172,17 @@ class Source:
                 return
             except PwfnError:
                 raise
-            except Exception as error:  # a user's data set may raise anything at all
+            except Exception as error:  # a user's data set may raise anything
                 raise DataError(f"{self.name} failed at batch {number}: {cause(error)}") from error
             yield Batch.of(raw, self.device, self.channels_last)
 
     def endless(self, drawn: int = 0) -> Stream:
-        """Pass after pass, from where ``drawn`` batches have been taken."""
+        """Pass after pass without end, as if ``drawn`` batches had been taken already."""
         return Stream(self, drawn)
 
     @property
     def has_epochs(self) -> bool:
-        """Whether the loader gives any epoch from any batch on, as :class:`pwfn.zoo.data.Epochs` does."""
+        """Whether an epoch can start at any batch, as with :class:`pwfn.zoo.data.Epochs`."""
         return isinstance(self.loader, Sized) and callable(getattr(self.loader, "epoch", None))
 
     def _iterable(self) -> Iterable[Any]:
@@ -208,7 +194,7 @@ class Source:
 
 
 class Stream:
-    """Batches without end, which knows how many have been taken; an empty pass is an error."""
+    """An endless iterator over batches that counts them (``drawn``); an empty pass is an error."""
 
     def __init__(self, source: Source, drawn: int = 0) -> None:
         self.drawn = drawn
@@ -226,15 +212,11 @@ class Stream:
     def _passes(source: Source, drawn: int) -> Iterator[Batch]:
         first, start = divmod(drawn, max(len(source.loader), 1)) if source.has_epochs else (0, 0)  # type: ignore[arg-type]  # Sized
         for epoch in itertools.count(first):
-            empty = True
-            for batch in source.batches(epoch, start):
+            empty, batches, start = True, source.batches(epoch, start), 0
+            for batch in batches:
                 empty = False
                 yield batch
             if empty:
-                why = (
-                    "is empty"
-                    if epoch == 0
-                    else f"gave nothing in pass {epoch + 1}: it can be read only once"
-                )
-                raise DataError(f"{source.name} {why}; pass a loader that can be iterated again and again")
-            start = 0
+                only_once = f"gave nothing in pass {epoch + 1}: it can be read only once"
+                why = "is empty" if epoch == 0 else only_once
+                raise DataError(f"{source.name} {why}; pass a loader that can be iterated repeatedly")

@@ -1,12 +1,13 @@
-"""Forward and backward of a step captured as a CUDA graph and replayed: no time is spent in Python.
+"""Forward and backward of a training step, captured as a CUDA graph and replayed without Python overhead.
 
-Kernels are captured, not the program. A model whose forward pass differs from call to call (by Python's own
-random numbers, say) must not be captured. Dropout and the like draw anew at every replay.
+A graph contains kernels, not the program: do not capture a model whose forward pass changes from call to call
+in Python (by Python's own random numbers, say). Dropout and the like draw new numbers in every replay.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +17,18 @@ from torch import Tensor
 from pwfn.bayes.batches import Batch
 from pwfn.errors import ConfigError, cause
 
-_WARM_STEPS = 3  # libraries set themselves up in their first calls, which cannot be recorded
+_WARMUP_STEPS = 3  # libraries initialise themselves in their first calls, which cannot be captured
 
 
 class GraphedStep:
-    """Loss and gradient of batches of one shape; those of another shape are computed as usual.
+    """Loss and gradients of batches of one shape, by replaying a graph.
 
-    The first few steps are too. ``work`` computes the loss of a batch and goes backward from it, which
-    leaves gradients with the ``parameters``; ``collect`` then takes those that do not stay with one.
+    The first few steps, and batches of another shape, are computed as usual.
+
+    Args:
+        parameters: the tensors that backward leaves gradients with.
+        work: computes the loss of a batch and calls backward.
+        collect: called after ``work``; takes gradients away from the parameters and returns them.
     """
 
     def __init__(
@@ -34,37 +39,37 @@ class GraphedStep:
     ) -> None:
         self._parameters, self._work = list(parameters), work
         self._collect = collect or (lambda: None)
-        self._seen: dict[Any, int] = {}
+        self._seen: Counter[Any] = Counter()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._shape: Any = None
 
     def __call__(self, batch: Batch, where: str) -> tuple[Tensor, Tensor | None]:
-        """The loss, and what was collected; the other gradients lie with the parameters."""
+        """The loss and what was collected; other gradients are in the parameters' ``grad``."""
         shape = batch.shape()
         if self._graph is None:
-            self._seen[shape] = self._seen.get(shape, 0) + 1
-            if self._seen[shape] > _WARM_STEPS:
-                self._record(batch, where)
+            self._seen[shape] += 1
+            if self._seen[shape] > _WARMUP_STEPS:
+                self._capture(batch, where)
         if self._graph is None or shape != self._shape:
-            self._forget()
+            self._clear_gradients()
             return self._work(batch, where), self._collect()
-        for kept, given in zip(self._batch.tensors(), batch.tensors(), strict=True):
-            kept.copy_(given, non_blocking=True)
+        for static, given in zip(self._batch.tensors(), batch.tensors(), strict=True):
+            static.copy_(given, non_blocking=True)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        return self._loss, self._gradient
+        return self._loss, self._collected
 
-    def _record(self, batch: Batch, where: str) -> None:
-        self._forget()  # so that backward makes gradients of its own, which stay in place
+    def _capture(self, batch: Batch, where: str) -> None:
+        self._clear_gradients()  # so that backward allocates them in the graph's own memory
         self._batch = batch.cloned()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
                 self._loss = self._work(self._batch, where)
-                self._gradient = self._collect()
+                self._collected = self._collect()
         except RuntimeError as error:
-            _leave_as_it_was(stream)
+            _recover(stream)
             raise ConfigError(
                 f"{where}: the step cannot be captured as a CUDA graph ({cause(error)}): set "
                 "training.cuda_graph = false"
@@ -72,20 +77,19 @@ class GraphedStep:
         self._gradients = [(p, p.grad) for p in self._parameters]
         self._graph, self._shape = graph, batch.shape()
 
-    def _forget(self) -> None:
+    def _clear_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
 
-def _leave_as_it_was(stream: torch.cuda.Stream) -> None:
-    """After a recording that failed: the caller's stream and torch's random numbers.
+def _recover(stream: torch.cuda.Stream) -> None:
+    """Make the device usable after a capture that failed.
 
-    torch goes back to that stream only where a recording ends well; and so, where it keeps one mark for all
-    recordings, is its generator released, from which the caller could not draw until then. So one is made
-    that does, of one kernel, because torch warns of an empty one.
+    torch returns to the caller's stream, and releases its random generator, only after a capture that
+    succeeds. Capturing one small kernel releases the generator; torch warns of an empty graph.
     """
     torch.cuda.set_stream(stream)
-    with contextlib.suppress(RuntimeError):  # the error that is on its way says more than a second one
-        room = torch.zeros(1, device=stream.device)
+    with contextlib.suppress(RuntimeError):  # the first error is the one to report
+        scratch = torch.zeros(1, device=stream.device)
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            room.zero_()
+            scratch.zero_()

@@ -25,7 +25,7 @@ from pwfn.bayes.sigma import SIGMA_FLOOR, root_mean_square, starting_sigma, tole
 from pwfn.config import Config, SigmaInit
 from pwfn.errors import WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.codebook import merged
+from pwfn.fixing.codebook import merge_rare
 from pwfn.fixing.fix_round import fix_round
 from pwfn.fixing.record import FixRecord, FixStep, Move, relative_moves
 from pwfn.layout import held, untouched
@@ -192,7 +192,7 @@ class GaussianNetwork(Method):
         self.fixed.copy_(fixed)
         most = self.config.fixing.max_codebook_size
         if most is not None and bool(self.fixed.all()):
-            self.fixed_mu.copy_(merged(self.fixed_mu, most))
+            self.fixed_mu.copy_(merge_rare(self.fixed_mu, most))
         self.records.append(FixRecord(fraction, int(self.fixed.sum()), steps, tuple(moves)))
         return self.records[-1]
 

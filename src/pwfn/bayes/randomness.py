@@ -1,4 +1,4 @@
-"""Random states: seeded for a run, taken for a checkpoint, and put back as they were."""
+"""Random states: seed them for a run, save them for a checkpoint, restore them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pwfn.config.seeds import seed_from
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of one process of several: the run's own for the first, an unrelated one for each other.
+    """The seed of one process of a run: the run's own for rank 0, an unrelated one for every other rank.
 
     >>> rank_seed(5, 0), rank_seed(5, 1) == rank_seed(6, 0)
     (5, False)
@@ -24,11 +24,11 @@ def rank_seed(seed: int, rank: int) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within the block all random states start from the seed and cuDNN repeats itself exactly.
+    """Within the block all random states start from the seed, and cuDNN is deterministic.
 
-    Afterwards every state is as it was, so that a run does not disturb its caller.
+    Afterwards every state is restored, so that a run does not affect its caller.
     """
-    # torch.manual_seed reaches every CUDA device, so that all of them have a state to put back.
+    # torch.manual_seed seeds every CUDA device, so the state of each must be restored.
     uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
     cuda = range(torch.cuda.device_count()) if uses_cuda else ()
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -48,9 +48,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def random_states() -> dict[str, Any]:
-    """Every random state that a run draws from, as plain values and tensors."""
-    numbers: Any = np.random.get_state()
-    name, keys, position, has_gauss, gauss = numbers
+    """Every random state that a run uses, as plain values and tensors."""
+    numpy_state: Any = np.random.get_state()
+    name, keys, position, has_gauss, gauss = numpy_state
     version, internal, next_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -61,7 +61,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Put back what ``random_states`` gave.
+    """Restore what ``random_states`` returned.
 
     >>> with seeded(0, torch.device("cpu")):
     ...     before = random_states()

@@ -16,11 +16,12 @@ from pwfn.bayes.objective import Objective, autocast, evaluating
 from pwfn.config.seeds import seed_from
 
 _BATCHES = 8
+_STREAM = "looking"  # the name of the random stream: another name would change every result
 
 
 def probe(net: Method, train: Source, objective: Objective, distributed: Distributed) -> DataProbe:
-    """What a method may ask of the training data; the run's own pass over the data is not advanced."""
-    kept: list[Batch] = []  # read once: a loader that shuffles would give others at every call
+    """What a method may ask of the training data; does not advance the run's own pass over it."""
+    kept: list[Batch] = []  # read once: a loader that shuffles would give other batches at every call
 
     def loss() -> float:
         if not kept:
@@ -37,35 +38,29 @@ def noisy_loss(
 ) -> float:
     """Mean loss over batches with noise on the weights, the same noise at every call.
 
-    BatchNorm normalises by the batch, as in training, and its statistics are kept. Everything else is in
-    evaluation mode.
+    BatchNorm normalises by the batch, as in training, and keeps its running statistics. Everything else
+    is in evaluation mode.
     """
-    seed = seed_from("looking", net.config.seed, distributed.rank)
-    total = torch.zeros((), dtype=torch.float64, device=distributed.device)
+    seed = seed_from(_STREAM, net.config.seed, distributed.rank)
+    device, precision = distributed.device, net.config.training.precision
+    total = torch.zeros((), dtype=torch.float64, device=device)
     with evaluating(net), _batch_statistics(net):
         for number, batch in enumerate(batches):
-            where = f"train_loader, batch {number + 1}"
-            with (
-                net.sampling(True, at=(seed, number)),
-                autocast(distributed.device, net.config.training.precision),
-            ):
-                total += objective(net, batch, where).double()
+            with net.sampling(True, at=(seed, number)), autocast(device, precision):
+                total += objective(net, batch, f"train_loader, batch {number + 1}").double()
     distributed.average_([total])
     return float(total) / len(batches)
 
 
 @contextmanager
 def _batch_statistics(net: nn.Module) -> Iterator[None]:
-    """Within the block BatchNorm normalises by the batch; afterwards its statistics are as before."""
+    """Within the block BatchNorm is in training mode; afterwards its running statistics are restored."""
     layers = [module for module in net.modules() if isinstance(module, _BatchNorm)]
-    kept = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
-    modes = [(layer, layer.training) for layer in layers]
+    before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
+    for layer in layers:
+        layer.train()
     try:
-        for layer in layers:
-            layer.train()
         yield
     finally:
-        for layer, mode in modes:
-            layer.train(mode)
-        for buffer, value in kept:
+        for buffer, value in before:
             buffer.copy_(value)

@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.fold_batchnorm import shrink_uncompressed
 from pwfn.bayes.method import METHODS, FixedNetwork
 from pwfn.bayes.optimizer import optimizer_for
 from pwfn.bayes.randomness import rank_seed, seeded
@@ -23,6 +22,7 @@ from pwfn.bayes.train import fit, steps_in
 from pwfn.compress import Run
 from pwfn.config import Config
 from pwfn.evaluate.entropy import Pool
+from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
 from pwfn.run.console import duration
 from pwfn.run.options import RunOptions

@@ -74,21 +74,17 @@ def train(
     history: list[Epoch] = []
     try:
         with seeded(recipe.seed, place):
-            steps = source.steps_per_epoch(TrainingConfig()) * recipe.epochs
-            optimizer = optimizer_for(model, recipe)
-            scheduler = LambdaLR(optimizer, lambda step: rise_and_fall((step + 0.5) / steps, recipe.warmup))
-            averaged = moving_average(model, recipe.average) if recipe.average else None
-            shown = averaged.module if averaged is not None else model
+            state = _State(model, recipe, source.steps_per_epoch(TrainingConfig()) * recipe.epochs)
             for number in range(1, recipe.epochs + 1):
                 started = time.perf_counter()
-                loss, rate = _epoch(model, source, recipe, number, optimizer, scheduler, averaged)
+                loss, rate = state.epoch(source, number)
                 last = number == recipe.epochs
-                if last and shown is not model:
-                    model.load_state_dict(shown.state_dict())
+                if last and state.shown is not model:
+                    model.load_state_dict(state.shown.state_dict())
                 scores = None
                 if tests is not None:
                     precision = Precision.FP32 if last else recipe.precision
-                    scores = mean_scores(shown, tests, Objective(F.cross_entropy), accuracy, precision)
+                    scores = mean_scores(state.shown, tests, Objective(F.cross_entropy), accuracy, precision)
                 seconds = time.perf_counter() - started
                 history.append(Epoch(number, recipe.epochs, loss, rate, scores, seconds))
                 if on_epoch is not None:
@@ -99,46 +95,53 @@ def train(
     return history
 
 
-def _epoch(
-    model: nn.Module,
-    source: Source,
-    recipe: Recipe,
-    number: int,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LambdaLR,
-    averaged: AveragedModel | None,
-) -> tuple[float, float]:
-    """One pass: the mean loss and the last learning rate. It waits for the device once, at its end."""
-    where = f"epoch {number} of {recipe.epochs}"
-    model.train()
-    losses, rate = [], 0.0
-    for step, batch in enumerate(source.batches(number - 1), 1):
-        optimizer.zero_grad(set_to_none=True)
-        loss = _loss(model, batch, recipe, f"{where}, step {step}")
+class _State:
+    """A training under way: optimiser, learning rate and moving average."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, steps: int) -> None:
+        self.model, self.recipe = model, recipe
+        self.optimizer = optimizer_for(model, recipe)
+        self.scheduler = LambdaLR(
+            self.optimizer, lambda step: rise_and_fall((step + 0.5) / steps, recipe.warmup)
+        )
+        self.averaged = moving_average(model, recipe.average) if recipe.average else None
+        self.shown = self.averaged.module if self.averaged is not None else model
+
+    def epoch(self, source: Source, number: int) -> tuple[float, float]:
+        """One pass: the mean loss and the last learning rate. It waits for the device once, at its end."""
+        where = f"epoch {number} of {self.recipe.epochs}"
+        self.model.train()
+        losses, rate = [], 0.0
+        for step, batch in enumerate(source.batches(number - 1), 1):
+            losses.append(self._step(batch, f"{where}, step {step}"))
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            self.scheduler.step()
+        if not losses:
+            raise DataError(f"{source.name} gave nothing in {where}: pass one that can be iterated again")
+        found = torch.stack(losses)
+        bad = (~torch.isfinite(found)).nonzero()
+        if len(bad):
+            raise DivergedError(
+                f"{where}: the loss is no longer finite at step {int(bad[0]) + 1} of {len(losses)}: lower "
+                "the learning rate, or look for NaN in the data"
+            )
+        return float(found.mean()), rate
+
+    def _step(self, batch: Batch, where: str) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = _loss(self.model, batch, self.recipe, where)
         try:
             loss.backward()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise batch.too_large(f"{where}, step {step}") from error
-        if recipe.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-        optimizer.step()
-        rate = float(optimizer.param_groups[0]["lr"])
-        scheduler.step()
-        if averaged is not None:
-            averaged.update_parameters(model)
-        losses.append(loss.detach())
-    if not losses:
-        raise DataError(f"{source.name} gave nothing in {where}: pass one that can be iterated again")
-    found = torch.stack(losses)
-    bad = (~torch.isfinite(found)).nonzero()
-    if len(bad):
-        raise DivergedError(
-            f"{where}: the loss is no longer finite at step {int(bad[0]) + 1} of {len(losses)}: lower the "
-            "learning rate, or look for NaN in the data"
-        )
-    return float(found.mean()), rate
+            if is_out_of_memory(error):
+                raise batch.too_large(where) from error
+            raise
+        if self.recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
+        self.optimizer.step()
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.model)
+        return loss.detach()
 
 
 def _loss(model: nn.Module, batch: Batch, recipe: Recipe, where: str) -> Tensor:
