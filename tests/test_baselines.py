@@ -454,7 +454,7 @@ from pwfn.layout import untouched
 
 
 class Rounding(Method):
-    defaults = {"schedule.fractions": (1.0,), "schedule.epochs_per_round": (1.0,)}
+    defaults = {"schedule.fractions": (1.0,), "schedule.epochs_per_round": (0.0,)}
 
     def __init__(self, model, config):
         super().__init__(model, config)
@@ -464,7 +464,7 @@ class Rounding(Method):
         return self.layout.views(self.weight)
 
     def fix(self, fraction):
-        self.weight.data.mul_(16).round_().div_(16)
+        self.weight.data.mul_(64).round_().div_(64)
         return FixRecord(fraction, self.layout.size)
 
     def finish(self):
@@ -476,7 +476,7 @@ def test_a_method_of_ones_own_works_by_name(convnet: nn.Module, tmp_path: Path) 
     (tmp_path / "rounding.py").write_text(ROUNDING)
     name = find(f"python:{tmp_path}/rounding.py:Rounding")
     result = compress(convnet, TRAIN, VAL, Config.preset("recommended", name))
-    assert torch.equal(result.compressed.codebook * 16, (result.compressed.codebook * 16).round())
+    assert torch.equal(result.compressed.codebook * 64, (result.compressed.codebook * 64).round())
     assert result.after is not None
     assert result.after.metric > 0.8
     assert result.compressed.record["method"] == name

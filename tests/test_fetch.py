@@ -124,7 +124,3 @@ def test_without_pillow(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     status, _, said = call("data", "cifar10", "--out", str(tmp_path / "cifar10.npz"))
     assert (status, "pip install pillow" in said) == (2, True)
-
-
-def test_help_has_an_example(call: Any) -> None:
-    assert "pwfn data cifar10 --out data/cifar10.npz" in " ".join(call("data", "--help")[1].split())

@@ -33,7 +33,7 @@ RESNET20 = 9 * (3 * 16 + 6 * 16**2 + 16 * 32 + 5 * 32**2 + 32 * 64 + 5 * 64**2)
 
 TINY = (
     *("--set", "schedule.fractions=[0.5, 1.0]", "--set", "training.steps_per_epoch=1"),
-    *("--set", "schedule.warmup_epochs=1", "--set", "schedule.epochs_per_round=1"),
+    *("--set", "schedule.epochs_per_round=[1, 1]"),
     *("--set", "finish.polish_epochs=0", "--set", "posterior.init=powers", "--device", "cpu"),
 )
 
