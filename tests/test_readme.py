@@ -114,6 +114,15 @@ def test_names_of_modules_and_settings_exist(page: str) -> None:
         assert name == "py" or name in vars(sections[section]), f"{section}.{name}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    """Relative to the repository, the package or the tests."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in re.findall(r"`(?:python )?([\w./]*\w\.py)\b[^`]*`", text):
+        places = (ROOT, ROOT / "src" / "pwfn", ROOT / "tests", ROOT / "src" / "pwfn" / "lab" / "baselines")
+        assert any((place / name).exists() for place in places), name
+
+
 def test_every_command_is_of_a_kind_that_is_run() -> None:
     kinds = {command.split()[0] for command in commands()}
     assert kinds == {"make", "pwfn"}
