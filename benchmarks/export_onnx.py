@@ -65,7 +65,7 @@ def exported(name: str, folder: Path) -> Files:
     model = models.create(name)
     randomise_norms(model)
     # The paper's sigma, for as many values as a network trained that way has.
-    net = GaussianNetwork(model, Config().override({"posterior.init": "powers", "clustering.b": 7}))
+    net = GaussianNetwork(model, Config().override({"posterior.init": "powers", "fixing.grid_exponent": 7}))
     net.fix(1.0)
     compressed = net.finish()
     shape = models.input_shape(name, model)

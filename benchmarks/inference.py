@@ -235,7 +235,7 @@ class Bench:
             dtype = torch.bfloat16
         torch.manual_seed(0)
         # The paper's sigma, for as many values as a network trained that way has.
-        config = Config().override({"posterior.init": "powers", "clustering.b": 7})
+        config = Config().override({"posterior.init": "powers", "fixing.grid_exponent": 7})
         network = GaussianNetwork(create(name).to(self.device), config)
         network.fix(1.0)
         compressed = network.finish()

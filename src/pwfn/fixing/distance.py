@@ -13,3 +13,12 @@ def distance(mu: Tensor, sigma: Tensor, centre: Tensor | float, floor: float = 2
     [1.0, 0.5]
     """
     return (mu - centre).abs_().div_(sigma.clamp_min(floor))
+
+
+def farthest(reach: float, largest_sigma: float) -> float:
+    """The largest ``|mu - c|`` of a weight whose distance is at most ``reach``.
+
+    >>> farthest(2.0, 0.25)
+    0.5
+    """
+    return reach * largest_sigma

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pwfn.config import Rule
 from pwfn.fixing.candidates import candidates
-from pwfn.fixing.distance import distance
+from pwfn.fixing.distance import distance, farthest
 
 _BLOCK = 2**25  # weights looked at together; positions within a block fit int32
 _FEW = 2**16  # so few distances are sorted at once
@@ -254,7 +254,7 @@ class FreeWeights:
         limits = torch.finfo(self._mu.dtype)
         # The slack outweighs every rounding of D and of the ends themselves.
         slack = 64 * limits.eps
-        radius = max(reach, limits.tiny) * self._widest * (1 + slack) + abs(centre) * slack
+        radius = farthest(max(reach, limits.tiny), self._widest) * (1 + slack) + abs(centre) * slack
         above, to = max(centre - radius, limits.min), min(centre + radius, limits.max)
         return above, to, above < -self._largest and to >= self._largest
 
