@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint check-results gallery results clean
+.PHONY: demo test lint check-readme check-results gallery results clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/pwfn demo --out demo
@@ -22,6 +22,10 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every command of the README, for real: for a fresh clone. It downloads CIFAR-10 and trains on it.
+check-readme: $(VENV)/test.stamp
+	$(BIN)/python tests/test_readme.py
 
 # The demo's report and its figures as pictures, under gallery/; of the page itself where there is a Chromium.
 gallery: $(VENV)/test.stamp

@@ -18,8 +18,8 @@ from typing import Any
 from pwfn.config import hint
 from pwfn.errors import ConfigError
 from pwfn.lab import compare
-from pwfn.lab.compare.runner import kept_result, write
-from pwfn.lab.compare.table import HEADS, Line, cells, commits, legend, machines, markdown
+from pwfn.lab.compare.runner import kept_result
+from pwfn.lab.compare.table import HEADS, Line, cells, commits, legend, machines, make_table, markdown
 
 Facts = dict[str, Any]
 
@@ -88,14 +88,27 @@ class Archive:
             return self.paths[name].read_text(encoding="utf-8").partition("\n")[0].strip("# :")
         return str(self.retirement[name]["title"])
 
-    def write_table(self, name: str) -> None:
-        """Write ``table.md``: the table of the plan, then the rows that are retired."""
-        text: list[str] = []
+    def table(self, name: str) -> str:
+        """The text of ``table.md``: the table of the plan, then the rows that are retired."""
+        lines: list[str] = []
         if name in self.paths:
-            text = compare.lines(compare.run(self.plan(name), self.folder(name), table_only=True))
+            plan = self.plan(name)
+            found, notes = {}, {}
+            for run in plan.runs():
+                facts, other = self.result(name, run)
+                if facts is not None:
+                    found[run.name] = facts
+                else:
+                    notes[run.name] = f"its results are of another run: {other}" if other else "not measured"
+            lines = compare.lines(make_table(plan, found, notes))
         if name in self.retirement:
-            text += ["", *self._retired_table(name)] if text else self._retired_table(name)
-        write(self.folder(name) / "table.md", "\n".join(text) + "\n")
+            lines += ["", *self._retired_table(name)] if lines else self._retired_table(name)
+        return "\n".join(lines) + "\n"
+
+    @property
+    def names(self) -> list[str]:
+        """Every table: those with a plan, and those that are retired."""
+        return sorted({*self.paths, *self.retirement} - {"commit"})
 
     def _retired_table(self, name: str) -> list[str]:
         rows, info = self.retired(name), self.retirement[name]

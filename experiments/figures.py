@@ -82,7 +82,8 @@ def frontier(archive: Archive) -> Figure:
     found = points(archive)
     asked = {target.name: target for target in targets.read(archive.experiments / "targets.toml")}
     sheet = Figure((7.2, 3.6), layout="constrained")
-    for panel, (model, name) in zip(sheet.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    panels = sheet.subplots(1, len(PANELS), squeeze=False)[0]
+    for panel, (model, name) in zip(panels, PANELS.items(), strict=True):
         own = [point for point in found if point.model == model]
         _panel(panel, own, asked[name], next(point.start for point in own if point.table == name))
     sheet.axes[0].set_ylabel("top-1, % of the test images")

@@ -95,7 +95,7 @@ def run(archive: Archive, name: str, tables: Path, options: argparse.Namespace) 
             print(f"results: {which}: {why}", file=sys.stderr)
         if name in figures.SIGMAS and not made.missing and not options.missing:
             figures.keep_sigmas(archive, name, tables)
-    archive.write_table(name)
+    write(archive.folder(name) / "table.md", archive.table(name))
     return int(bool(unmeasured(archive, name).rows))
 
 
@@ -138,8 +138,9 @@ def pages(archive: Archive) -> dict[Path, str]:
             repeat = [f"`make results NAME={table}` repeats it.", ""] if table in archive.paths else []
             lines += ["", f"## {archive.title(table)}", "", *repeat]
             lines += [*figures.sigma_lines(archive, table), ""] if table in figures.SIGMAS else []
-            lines += (archive.folder(table) / "table.md").read_text(encoding="utf-8").splitlines()
+            lines += archive.table(table).splitlines()
         page(name, title, lines)
+    made |= {archive.folder(name) / "table.md": archive.table(name) for name in archive.names}
     results = archive.experiments / "results"
     blocks = {
         "README.md": {"results": targets.table(archive, first_page=True)},
@@ -203,10 +204,8 @@ def main(
                 print(f"results: not up to date: {', '.join(old)}", file=sys.stderr)
                 return 1
         elif options.command == "docs":
-            for name in {*archive.paths, *archive.retirement} - {"commit"}:
-                archive.write_table(name)
-            make_folder(archive.root / "docs" / "tables")
             for path, text in pages(archive).items():
+                make_folder(path.parent)
                 write(path, text)
         else:
             for name in options.names:  # a typo in the last name is reported before the first is run

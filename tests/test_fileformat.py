@@ -435,3 +435,11 @@ def test_fields_that_are_not_known_are_ignored() -> None:
     parts.header["later"] = {"a": 1}
     parts.header["tensors"][0]["later"] = 1
     assert same(loads(parts.sealed()).dense_state_dict(), compressed.dense_state_dict())
+
+
+@pytest.mark.parametrize("stem", GOLDEN)
+def test_one_tensor_can_be_read_alone(stem: str) -> None:
+    reader = Reader(make.HERE / f"{stem}.pwfn")
+    whole = reader.compressed().dense_state_dict()
+    for entry in reader.header.layout.entries:
+        assert torch.equal(reader.tensor(entry.name), whole[entry.name])

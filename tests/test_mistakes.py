@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import image_folder, npz_file
+from cases import digits_run, image_folder, npz_file
 
 from pwfn import Config, GaussianNetwork
 from pwfn.run.folder import run
-from pwfn.run.options import RunOptions
 from pwfn.zoo import models
 
 RUN = ("compress", "--weights", "random", "--device", "cpu", "--workers", "0", "--batch-size", "8")
 SETTINGS = (
     *("--set", "schedule.fractions=[1.0]", "--set", "training.steps_per_epoch=1"),
-    *("--set", "finish.polish_epochs=0", "--set", "schedule.warmup_epochs=1"),
+    *("--set", "finish.polish_epochs=0", "--set", "schedule.epochs_per_round=[1.0]"),
 )
 
 
@@ -55,47 +54,40 @@ def model_file(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "named"),
     [
-        ("npz:/", "/: there is no such file"),
-        ("imagefolder:{empty}", "{empty}: has no folder 'train': "),
+        ("npz:/", "/: "),
+        ("imagefolder:{empty}", "{empty}: "),
         ("cifar10:missing", "missing: "),
-        ("python:missing.py:loaders", "missing.py: cannot be read: No such file"),
-        ("npz:{text}", "{text}: cannot be read as an npz file: "),
+        ("python:missing.py:loaders", "missing.py: "),
+        ("npz:{text}", "{text}: "),
     ],
 )
-def test_a_wrong_path_of_data(sentence: Any, data: str, words: str, tmp_path: Path) -> None:
+def test_a_wrong_path_of_data(sentence: Any, data: str, named: str, tmp_path: Path) -> None:
     places = {"empty": tmp_path / "empty", "text": tmp_path / "text.npz"}
     places["empty"].mkdir()
     places["text"].write_text("no arrays here")
-    said = sentence(
-        *RUN, "--model", "cifar_resnet20", "--data", data.format(**places), "--out", str(tmp_path / "run")
-    )
-    assert said.startswith(words.format(**places))
+    where = ("--model", "cifar_resnet20", "--data", data.format(**places), "--out", str(tmp_path / "run"))
+    assert sentence(*RUN, *where).startswith(named.format(**places))
 
 
-def test_a_wrong_path_of_weights_settings_or_file(sentence: Any, tmp_path: Path) -> None:
-    run = ("compress", "--model", "digits_resnet", "--data", "digits", "--out", str(tmp_path / "run"))
-    assert sentence(*run, "--weights", "missing.pt").startswith(
-        "missing.pt: the weights cannot be read: No such"
-    )
-    assert sentence(*run, "--weights", str(tmp_path)).startswith(
-        f"{tmp_path}: the weights cannot be read: Is a d"
-    )
-    assert sentence(*run, "--config", "missing.toml").startswith("missing.toml: cannot read the settings")
-    assert (
-        sentence("evaluate", "missing.pwfn", "--data", "digits") == "missing.pwfn: No such file or directory"
-    )
-    model = ("--model", "python:missing.py:make")
-    assert sentence(*run, "--weights", "random", *model).startswith("missing.py: cannot be read: No such")
-
-
-def test_the_weights_of_another_network(sentence: Any, tmp_path: Path) -> None:
-    path = tmp_path / "w.pt"
-    torch.save({"weight": torch.ones(2)}, path)
-    run = ("compress", "--model", "digits_resnet", "--data", "digits", "--out", str(tmp_path / "run"))
-    said = sentence(*run, "--weights", str(path))
-    assert said.startswith(f"{path} does not fit the SmallResNet: missing in the file: conv1.weight")
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--weights", "missing.pt"),
+        ("--weights", "{folder}"),
+        ("--weights", "{other}"),  # of another network
+        ("--config", "missing.toml"),
+        ("--model", "python:missing.py:make"),
+    ],
+)
+def test_a_wrong_path_of_weights_settings_or_model(
+    sentence: Any, option: str, value: str, tmp_path: Path
+) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "w.pt")
+    value = value.format(folder=tmp_path, other=tmp_path / "w.pt")
+    run = (*RUN, "--model", "digits_resnet", "--data", "digits", "--out", str(tmp_path / "run"))
+    assert sentence(*run, option, value).startswith(value.removeprefix("python:").removesuffix(":make"))
 
 
 # Images and labels
@@ -108,19 +100,16 @@ def test_an_image_that_cannot_be_read(sentence: Any, split: str, tmp_path: Path)
     bad.write_bytes(bad.read_bytes()[:400])
     where = ("--model", model_file(tmp_path), "--data", data, "--out", str(tmp_path / "run"))
     said = sentence(*RUN, *SETTINGS, *where)
-    assert said.startswith(f"{bad}: cannot be read as an image: ")
+    assert said.startswith(f"{bad}: ")
 
 
 def test_a_label_out_of_range_says_how_many_classes_to_ask_for(sentence: Any, tmp_path: Path) -> None:
     data = npz_file(tmp_path / "data.npz", labels=12)
     run = (*RUN, "--model", "cifar_resnet20", "--data", data, "--out", str(tmp_path / "run"))
-    assert sentence(*run) == (
-        f"{data}: y_train[10] is 10: the model has 10 classes, allowed is 0 to 9: for another number of "
-        "outputs say --classes"
-    )
-    assert "y_train[11] is 11: the model has 11 classes, allowed is 0 to 10" in sentence(
-        *run, "--classes", "11"
-    )
+    said = sentence(*run)
+    assert said.startswith(f"{data}: y_train[10] is 10: ")
+    assert said.endswith("--classes")
+    assert "y_train[11] is 11: " in sentence(*run, "--classes", "11")
 
 
 def test_a_label_out_of_range_in_the_data_of_a_file(sentence: Any, tmp_path: Path) -> None:
@@ -129,9 +118,9 @@ def test_a_label_out_of_range_in_the_data_of_a_file(sentence: Any, tmp_path: Pat
     net.fix(1.0)
     net.finish().save(tmp_path / "model.pwfn", record={"model": "cifar_resnet20"})
     data = npz_file(tmp_path / "data.npz", labels=12)
-    assert sentence("evaluate", str(tmp_path / "model.pwfn"), "--data", data) == (
-        f"{data}: y_train[10] is 10: the model has 10 classes, allowed is 0 to 9"
-    )
+    said = sentence("evaluate", str(tmp_path / "model.pwfn"), "--data", data)
+    assert said.startswith(f"{data}: y_train[10] is 10: ")
+    assert "--classes" not in said
 
 
 def test_more_class_folders_than_the_model_has_classes(sentence: Any, tmp_path: Path) -> None:
@@ -170,24 +159,16 @@ def test_a_batch_too_large_says_what_fits_and_that_does(
     )
     command = (
         *("compress", "--model", f"python:{tmp_path / 'nets.py'}:make", "--weights", "random"),
-        *(
-            "--data",
-            npz_file(tmp_path / "data.npz", side=8),
-            "--device",
-            "cpu",
-            "--out",
-            str(tmp_path / "run"),
-            *SETTINGS,
-            # Nothing but scoring is in evaluation mode then.
-            *("--set", "posterior.init=powers", "--set", "training.distill=false"),
-        ),
+        *("--data", npz_file(tmp_path / "data.npz", side=8), "--device", "cpu", *SETTINGS),
+        *("--out", str(tmp_path / "run")),
+        *("--set", "posterior.init=powers"),  # nothing but scoring is in evaluation mode then
     )
     where, option = "round 1 of 1, step 1", "--batch-size"
     if not training:
         where, option = "val_loader, batch 1", "--test-batch-size"
-    assert sentence(*command) == (
-        f"{where}: out of memory with inputs (16, 3, 8, 8) float32: a batch of 4 fits"
-    )
+    said = sentence(*command)
+    assert said.startswith(f"{where}: ")
+    assert said.endswith("a batch of 4 fits")
     assert call(*command, option, "4")[0] == 0
 
 
@@ -218,14 +199,10 @@ def test_cuda_where_there_is_none(sentence: Any, command: str, tmp_path: Path, s
         "evaluate": ("evaluate", str(saved)),
         "train": ("train", "--model", "cifar_resnet20", "--out", str(tmp_path / "w.safetensors")),
     }
-    for device in ("cuda", "cuda:1"):
-        assert sentence(*run[command], "--data", "digits", "--device", device) == (
-            f"device {device!r} cannot be used (there is no CUDA device, or torch was built without CUDA): "
-            'allowed is one that this torch can reach, such as "cpu" or "cuda:0"'
-        )
-    assert sentence(*run[command], "--data", "digits", "--device", "gpu").startswith(
-        "device 'gpu' cannot be used"
-    )
+    for device in ("cuda", "cuda:1", "gpu"):
+        said = sentence(*run[command], "--data", "digits", "--device", device)
+        assert said.startswith(f"device {device!r} cannot be used")
+        assert ("no CUDA device" in said) == device.startswith("cuda")
     assert not list(tmp_path.glob("*.safetensors"))
 
 
@@ -260,7 +237,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a finished run."""
     folder = tmp_path_factory.mktemp("saved")
     config = Config().override({"schedule.fractions": [1.0], "finish.polish_epochs": 0.0})
-    run(RunOptions("digits_resnet", "digits", folder, weights="random", device="cpu"), config)
+    run(digits_run(folder), config)
     return folder / "model.pwfn"
 
 
@@ -269,41 +246,28 @@ def content(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "difference"),
     [
-        (
-            ("--seed", "1"),
-            "whose settings.seed is 0, not 1: start in another folder, or with the settings of that",
-        ),
-        (("--set", "clustering.b=8"), "settings.clustering.b is 'off', not 8"),
+        (("--seed", "1"), "settings.seed is 0, not 1"),
+        (("--set", "fixing.grid_exponent=8"), "settings.fixing.grid_exponent is 'off', not 8"),
         (("--limit", "100"), "data.content is "),
-        (("--batch-size", "64"), "data.batch_size is 128, not 64"),
+        (("--batch-size", "32"), "data.batch_size is 64, not 32"),
         (("--max-drop", "1"), "settings.target.max_drop is 'off', not 1.0"),
     ],
 )
-def test_to_go_on_with_other_settings_is_refused_and_leaves_the_run_alone(
-    sentence: Any, change: tuple[str, str], words: str, saved: Path
+def test_to_resume_with_other_settings_is_refused_and_leaves_the_run_alone(
+    sentence: Any, change: tuple[str, str], difference: str, saved: Path
 ) -> None:
     before = content(saved.parent)
     run = (
-        *(
-            "compress",
-            "--model",
-            "digits_resnet",
-            "--data",
-            "digits",
-            "--weights",
-            "random",
-            "--device",
-            "cpu",
-        ),
+        *("compress", "--model", "digits_resnet", "--data", "digits", "--weights", "random"),
+        *("--batch-size", "64", "--device", "cpu"),
         *("--set", "schedule.fractions=[1.0]", "--set", "finish.polish_epochs=0"),
     )
     said = sentence(*run, "--out", str(saved.parent), "--resume", *change)
-    assert "is of another run, whose " in said
-    assert words in said
+    assert difference in said
     assert content(saved.parent) == before
-    assert "holds a run already: go on with it by --resume" in sentence(*run, "--out", str(saved.parent))
+    assert "--resume" in sentence(*run, "--out", str(saved.parent))
     assert content(saved.parent) == before
 
 
@@ -311,10 +275,8 @@ def test_a_run_into_a_file(sentence: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.write_text("mine")
     run = (*RUN, "--model", "digits_resnet", "--data", "digits", "--out")
-    assert sentence(*run, str(path)) == f"{path}: cannot be made a folder: File exists"
-    assert (
-        sentence(*run, str(path / "below")) == f"{path / 'below'}: cannot be made a folder: Not a directory"
-    )
+    for folder in (path, path / "below"):
+        assert sentence(*run, str(folder)).startswith(f"{folder}: ")
     assert path.read_text() == "mine"
 
 

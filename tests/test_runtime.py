@@ -7,8 +7,10 @@ import importlib.util
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -434,3 +436,16 @@ def test_the_benchmark_prints_one_line_per_case() -> None:
     assert len(found) >= 3
     assert all(keys <= line.keys() for line in found)
     assert all(line["ours_bytes"] < line["rival_bytes"] for line in found)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(2, 4, 3), lambda: nn.MultiheadAttention(4, 2)])
+def test_a_module_without_a_layer_of_its_own_can_be_pickled(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([make()])
+    layout = Layout.of(model)
+    small = Compressed.of(layout, (layout.gather(model) * 4).round() / 4, None, {})
+    indexed = small.apply_to(model, weights="indices").eval()
+    again = pickle.loads(pickle.dumps(indexed))
+    inputs = (torch.randn(1, 2, 5, 5),) if isinstance(model[0], nn.Conv2d) else (torch.randn(3, 1, 4),) * 3
+    one, two = (each[0](*inputs) for each in (indexed, again))
+    assert torch.equal(one if isinstance(one, Tensor) else one[0], two if isinstance(two, Tensor) else two[0])

@@ -276,7 +276,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_file_in_the_folder(folder: Path) -> None:
-    lines = [json.loads(line) for line in (folder / "observed.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
     assert [line["moment"] for line in lines] == ["start", *["before", "after"] * 3]
     assert [line["fraction"] for line in lines[2::2]] == pytest.approx([0.5, 0.9, 1.0], abs=1e-4)
 
@@ -302,5 +302,5 @@ def test_killed_around_a_checkpoint_the_files_end_the_same(
         with pytest.raises(KilledError):
             run(options(tmp_path / "run", checkpoint_minutes=60), QUICK)
     run(options(tmp_path / "run", resume=True, checkpoint_minutes=60), QUICK)
-    for name in ("observed.jsonl", "model.pwfn"):
+    for name in ("trace.jsonl", "model.pwfn"):
         assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()

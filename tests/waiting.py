@@ -1,6 +1,6 @@
-"""A watch for what would make the host wait for a device, or has shapes that depend on data.
+"""Finds operations that make the host wait for a device, or whose shapes depend on data.
 
-Neither can be recorded as a CUDA graph. It works on a CPU, where nothing waits.
+Neither can be captured in a CUDA graph. It works on a CPU, where nothing waits.
 """
 
 from __future__ import annotations

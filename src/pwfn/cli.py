@@ -211,10 +211,7 @@ def evaluate(
     ] = None,
     sigma_scale: Annotated[float, _option(TRUST, "Draws are mu + this × sigma × noise.", min=0)] = 1.0,
     recalibrate: Annotated[
-        int,
-        typer.Option(
-            help="Recompute BatchNorm statistics for every draw, on so many training batches.", min=0
-        ),
+        int, _option(TRUST, "Training batches for BatchNorm statistics of each draw; 0: as stored.", min=0)
     ] = 0,
     out: Annotated[Path | None, _option(TRUST, "Also write the table to this JSON file.")] = None,
     device: Device = None,

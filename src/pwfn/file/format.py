@@ -120,6 +120,21 @@ class Reader:
         """The codebooks."""
         return self._per_value("codebooks")
 
+    def tensor(self, name: str) -> Tensor:
+        """The values of one compressed tensor; no other tensor is decoded."""
+        entry = self.header.layout.entry(name)
+        position = self.header.layout.entries.index(entry)
+        alone = Compressed(
+            replace(self.header.layout, entries=(replace(entry, offset=0),), left_out=()),
+            self.codebooks(),
+            (self.header.tensors[position].division,),
+            self._indices(position),
+            {},
+        )
+        with self._within(f"tensor {name!r}"):
+            alone.check()
+        return alone.dense_state_dict()[entry.name]
+
     def untouched(self) -> dict[str, Tensor]:
         """Every tensor that is not compressed."""
         raw, wanted = self._section("untouched"), self.header.untouched

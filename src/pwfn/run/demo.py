@@ -20,8 +20,9 @@ from pwfn.result import Result
 from pwfn.run.console import View
 from pwfn.run.folder import prepare, run
 from pwfn.run.options import RunOptions
-from pwfn.run.resolve import open_data
+from pwfn.run.resolve import data_options
 from pwfn.zoo import models
+from pwfn.zoo.data import open_source
 
 CPU = torch.device("cpu")
 MODEL, DATA, BATCH_SIZE, EPOCHS = "digits_resnet", "digits", 32, 12
@@ -51,7 +52,7 @@ def pretrained(options: RunOptions, seed: int) -> nn.Module:
     with seeded(seed, CPU):
         model = models.create(MODEL).train()
         preparation = models.data_config(MODEL, model)
-        train = open_data(options, preparation, seed, Distributed(CPU)).train
+        train = open_source(DATA, data_options(options, preparation, seed, Distributed(CPU))).train
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(train))
         for number in range(EPOCHS):

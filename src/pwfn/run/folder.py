@@ -97,6 +97,7 @@ def prepare(folder: Path, resume: bool = False) -> None:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
     if used and not resume:
         raise FileError(f"{folder}: already holds a run: resume it with --resume, or use another folder")
+    make_folder(folder)  # first, so that an error names it
     make_folder(folder / "checkpoints")
 
 
@@ -153,7 +154,7 @@ class _Journal:
         self._log.cut(batches if progress else -1, self._rounds)
         _write(self._folder / "config.toml", config.to_toml())
         self._add("start", batches, {"identity": found.identity, **_machine(self._distributed)})
-        title = f"{self._options.model} on {found.data.name}, into {self._folder}"
+        title = f"{self._options.model} on {found.data.name}"
         if progress is not None:
             title += f"; resuming after round {self._rounds} and {batches:,} batches"
         # Statistics of noisy training do not fit the point estimate: its accuracy would say little.

@@ -48,7 +48,7 @@ def resolve(options: RunOptions, config: Config, distributed: Distributed) -> Re
             notes = models.load_weights(model, options.weights)
     digest = _digest(model)
     preparation = models.data_config(options.model, model, notes)
-    source = open_data(options, preparation, config.seed, distributed)
+    source = data.open_source(options.data, data_options(options, preparation, config.seed, distributed))
     advice = "for another number of outputs give --classes"
     check_classes(model.to(distributed.device), source, distributed.device, advice)
     identity = {
@@ -87,9 +87,11 @@ def preparation_of(compressed: Compressed, name: str, network: nn.Module) -> Dat
         raise FileError(f"the file's record has an unknown preparation of images: {kept!r}") from None
 
 
-def open_data(options: RunOptions, preparation: DataConfig, seed: int, distributed: Distributed) -> Data:
-    """The data by name, prepared for the network; with several processes, the share of this one."""
-    prepared = DataOptions.prepared(
+def data_options(
+    options: RunOptions, preparation: DataConfig, seed: int, distributed: Distributed
+) -> DataOptions:
+    """How images are prepared for the network, batched and divided among the processes."""
+    return DataOptions.prepared(
         preparation,
         batch_size=options.batch_size,
         test_batch_size=options.test_batch_size,
@@ -101,7 +103,6 @@ def open_data(options: RunOptions, preparation: DataConfig, seed: int, distribut
         limit=options.limit,
         holdout=options.holdout,
     )
-    return data.open_source(options.data, prepared)
 
 
 @torch.no_grad()

@@ -23,8 +23,8 @@ from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.run.options import RunOptions
-from pwfn.run.resolve import check_classes, network_of, open_data, preparation_of
-from pwfn.zoo.data import Data, DataOptions
+from pwfn.run.resolve import check_classes, data_options, network_of, preparation_of
+from pwfn.zoo.data import Data, DataOptions, open_source
 
 _SIZES = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
 
@@ -61,16 +61,9 @@ def open_file(path: Path, options: RunOptions, seed: int) -> OpenFile:
     network = network_of(compressed, options.model)
     alone = distributed_for(options.device, alone=True)
     preparation = preparation_of(compressed, options.model, network)
-    data = open_data(options, preparation, seed, alone)
+    images = data_options(options, preparation, seed, alone)
+    data = open_source(options.data, images)
     check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
-    images = DataOptions.prepared(
-        preparation,
-        batch_size=options.batch_size,
-        test_batch_size=options.test_batch_size,
-        seed=seed,
-        device=alone.device,
-        workers=options.workers,
-    )
     return OpenFile(compressed, network, data, images, alone)
 
 

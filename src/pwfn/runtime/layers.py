@@ -153,10 +153,21 @@ def read_as_dense(module: nn.Module, leaf: str, indexed: IndexedWeight) -> None:
     >>> layer(torch.ones(1, 1), torch.ones(1, 1)).tolist(), list(layer.state_dict())
     ([[0.5, 2.0]], ['indexed_weight.indices', 'indexed_weight.palettes'])
     """
-    name = f"indexed_{leaf}"
     del module._parameters[leaf]
-    module.add_module(name, indexed)
-    own = type(module)
-    made = property(lambda self: getattr(self, name).dense())
+    module.add_module(f"indexed_{leaf}", indexed)
+    _add_property(module, leaf)
+
+
+def _add_property(module: nn.Module, leaf: str) -> None:
     # A property belongs to a class, so this module gets a class of its own, as torch's parametrisations do.
-    module.__class__ = type(own.__name__, (own,), {leaf: made, "__module__": own.__module__})
+    own = type(module)
+    made = property(lambda self: getattr(self, f"indexed_{leaf}").dense())
+    reduce = {"__reduce__": lambda self: (_restored, (own, leaf), self.__dict__)}
+    module.__class__ = type(own.__name__, (own,), {leaf: made, "__module__": own.__module__, **reduce})
+
+
+def _restored(own: type[nn.Module], leaf: str) -> nn.Module:
+    """An empty module of such a class, for unpickling."""
+    module = own.__new__(own)
+    _add_property(module, leaf)
+    return module
