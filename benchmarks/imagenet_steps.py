@@ -1,21 +1,22 @@
-"""How long the paper's ImageNet networks take: a step of the method, and from that a whole run.
+"""How long the paper's ImageNet networks take: one training step, and from that a whole run.
 
     python benchmarks/imagenet_steps.py [--networks NAME …] [--batch-size N] [--steps N] [--out FILE]
 
-One JSON line a network of experiments/imagenet, with the settings of that file's row "recommended": on
-CUDA in bfloat16, as a CUDA graph and, for convolutions, channels-last; on a CPU in float32. A step is that
-of a run: forward, backward, clipping and SGD with momentum, half of the weights fixed. Its batch is of
-random images that lie on the device: no data are read. The rival is plain fine-tuning by SGD, in the same
-number type and order of images, as a CUDA graph too. ``ratio`` is our time over the rival's, each the
-median of blocks of steps that take turns in the same process. ``ours_bytes`` and ``rival_bytes`` are what
-torch reserved on the device for each, at most, network and batch included (0 on a CPU); ours has the
-original network too, which a run keeps.
+Prints one JSON line per network of experiments/imagenet, with the settings of that file's row "recommended":
+on CUDA in bfloat16, channels-last and as a CUDA graph; on a CPU in float32. A step is that of a run: forward,
+backward, clipping and SGD with momentum, with half of the weights fixed. Its batch is random images that are
+on the device already: no data is read. The rival is plain fine-tuning by SGD, in the same number type and
+memory format, as a CUDA graph too. ``ratio`` is our time divided by the rival's, each the median over blocks
+of steps that alternate in the same process. ``ours_bytes`` and ``rival_bytes`` are the most that torch
+reserved on the device for each, network and batch included (0 on a CPU); ours includes the original network,
+which a run keeps.
 
-``hours`` is a whole run of that row on 1,281,167 images, by what was measured: its epochs of training and of
-polish, whose steps count as those of training; the re-estimation of BatchNorm statistics; a scoring of
+``hours`` is a whole run of that row on 1,281,167 images, from these measurements: its epochs of training and
+of polish, whose steps count as training steps; the re-estimation of BatchNorm statistics; a scoring of
 50,000 images after every round, and those in float32: before and after the run, of its file, and of the
-draws of the ensemble. Reading the images is not in it: ``worker_images_a_second`` is what one process reads,
-crops and flips, of JPEG files of ImageNet's usual size (500×375 pixels, about 110 kB), made up here.
+samples of the ensemble. It does not include reading the images: ``worker_images_a_second`` is how many images
+one process reads, crops and flips, for synthetic JPEG files of ImageNet's usual size (500×375 pixels, about
+110 kB).
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ from torch.nn import functional as F
 
 from pwfn import Config
 from pwfn.bayes.batches import Batch
-from pwfn.bayes.cuda_graph import RecordedStep
+from pwfn.bayes.batchnorm import reestimate_batchnorm
+from pwfn.bayes.cuda_graph import GraphedStep
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.method import phases
 from pwfn.bayes.objective import autocast
+from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import seeded
-from pwfn.bayes.train import reestimate_batchnorm, stepper_for
+from pwfn.bayes.train import fit
+from pwfn.compress import Run
 from pwfn.config import Precision
-from pwfn.lab import baselines as methods
 from pwfn.lab import compare
 from pwfn.zoo import models
 from pwfn.zoo.data import DataOptions, open_source
@@ -57,10 +61,9 @@ PLANS = {path.stem: path for path in sorted((ROOT / "experiments" / "imagenet").
 TRAIN_IMAGES, TEST_IMAGES = 1_281_167, 50_000
 SHAPE, CLASSES = (3, 224, 224), 1000
 BLOCKS = 3
-WARM_STEPS = 5  # three before a graph is recorded, the one that records it, and one that replays it
+WARMUP_STEPS = 5  # three before a graph is captured, one that captures it, and one that replays it
 SCORED_BATCHES = 4
-FILES = 64  # that are read for the speed of a worker
-Steps = Callable[[int], None]
+FILES = 64  # read to measure the speed of a worker
 
 
 class Case:
@@ -76,6 +79,7 @@ class Case:
         self.config: Config = self.row.config
         if device.type != "cuda":  # bfloat16 is slow on most CPUs, and there are no graphs
             self.config = self.config.override({"training.precision": "fp32", "training.cuda_graph": False})
+        self.channels_last = self.config.training.precision is not Precision.FP32  # as in a run
 
     def model(self) -> nn.Module:
         """The network on the device, not trained: times do not depend on the weights."""
@@ -84,13 +88,13 @@ class Case:
     def images(self) -> tuple[Tensor, Tensor]:
         """A batch of random images with labels, on the device."""
         images = torch.randn(self.batch_size, *SHAPE, device=self.device)
-        if self.config.training.channels_last:
+        if self.channels_last:
             images = images.to(memory_format=torch.channels_last)
         return images, torch.randint(0, CLASSES, (self.batch_size,), device=self.device)
 
 
 class Ours:
-    """A run of the method, in its rounds."""
+    """A run of the method, in the middle of its rounds."""
 
     def __init__(self, case: Case) -> None:
         images, config = case.images(), case.config
@@ -98,53 +102,67 @@ class Ours:
         self.run = Run(
             case.model(), [images], scored, config, Distributed(case.device), F.cross_entropy, None, False
         )
-        self.run.begin(self.run.net)
+        self.run.start_network(self.run.net)
         self.net = self.run.net.train()
-        self.net.between(1, 0.5)
-        optimizer = self.net.optimizer(0, alone=True)
-        self._stepper = stepper_for(
-            self.net, self.run.objective, config.training, optimizer, self.run.distributed, 0
-        )
+        self.net.fix(0.5)
+        self._optimizer = optimizer_for(self.net, config.training, 0, fused=True)
         self._batches = self.run.train.endless()
 
-    def steps(self, count: int) -> None:
-        """Of training; the loss is read once, as a run does now and then."""
-        total = torch.zeros((), device=self.net.device)
-        for _ in range(count):
-            total += self._stepper.step(self._batches, "benchmark")[0]
-        assert math.isfinite(float(total))
+    def step_seconds(self, count: int) -> float:
+        """Mean time of training steps, after those that capture a graph."""
+        started = 0.0
+
+        def after_step(step: int, snapshot: object) -> None:
+            nonlocal started
+            if step == WARMUP_STEPS:
+                _wait(self.net.device)
+                started = time.perf_counter()
+
+        fit(
+            self.net,
+            self._batches,
+            WARMUP_STEPS + count,
+            self.run.objective,
+            self.net.config.training,
+            optimizer=self._optimizer,
+            where="benchmark",
+            seed=0,
+            after_step=after_step,
+        )
+        _wait(self.net.device)
+        return (time.perf_counter() - started) / count
 
     def scoring_seconds(self, precision: Precision) -> float:
-        """Of one batch without gradients, in a number type."""
+        """Time of one batch without gradients, in a number type."""
         model = self.run.original if precision is Precision.FP32 else self.net
         return _seconds(self.net.device, lambda: self.run.scores(model, precision)) / SCORED_BATCHES
 
     def reestimation_seconds(self) -> float:
-        """Of one batch, for BatchNorm statistics; 0 where there are none."""
-        if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.net.modules()):
-            return 0.0
+        """Time of one batch for BatchNorm statistics; 0 if there are none."""
 
         def gather() -> int:
             return reestimate_batchnorm(self.net, self.run.train.endless(), SCORED_BATCHES, "benchmark")
 
+        if gather() == 0:
+            return 0.0
         return _seconds(self.net.device, gather) / SCORED_BATCHES
 
 
 class Plain:
-    """Plain fine-tuning by SGD with momentum, as quick as we know how to make it."""
+    """Plain fine-tuning by SGD with momentum, as fast as we can make it."""
 
     def __init__(self, case: Case) -> None:
         training, device = case.config.training, case.device
         images, labels = case.images()
         self._batch = Batch((images,), {}, labels)
         model: Any = case.model().train()
-        if training.channels_last:
+        if case.channels_last:
             model = model.to(memory_format=torch.channels_last)
         parameters = list(model.parameters())
         optimizer = torch.optim.SGD(
             parameters,
             lr=training.learning_rate,
-            momentum=training.momentum,
+            momentum=MOMENTUM,
             weight_decay=training.weight_decay,
             fused=device.type == "cuda",
         )
@@ -155,11 +173,11 @@ class Plain:
             loss.backward()
             return loss.detach()
 
-        recorded = RecordedStep(parameters, work) if training.cuda_graph else None
+        graphed = GraphedStep(parameters, work) if training.cuda_graph else None
 
         def step() -> Tensor:
-            if recorded is not None:
-                loss = recorded(self._batch, "benchmark")[0]
+            if graphed is not None:
+                loss = graphed(self._batch, "benchmark")[0]
             else:
                 optimizer.zero_grad(set_to_none=True)
                 loss = work(self._batch, "benchmark")
@@ -170,16 +188,21 @@ class Plain:
 
         self._step = step
 
-    def steps(self, count: int) -> None:
-        """Of training; the loss is read once."""
+    def step_seconds(self, count: int) -> float:
+        """Mean time of training steps, after those that capture a graph; the loss is read once."""
+        for _ in range(WARMUP_STEPS):
+            self._step()
         total = torch.zeros((), device=self._batch.target.device)
+        _wait(total.device)
+        started = time.perf_counter()
         for _ in range(count):
             total += self._step()
         assert math.isfinite(float(total))
+        return (time.perf_counter() - started) / count
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of the second call: the first sets things up."""
+    """Time of the second call: the first initialises."""
     work()
     _wait(device)
     started = time.perf_counter()
@@ -194,56 +217,43 @@ def _wait(device: torch.device) -> None:
 
 
 def reserved_bytes(device: torch.device, make: Callable[[], Ours | Plain]) -> tuple[Any, int]:
-    """A thing that steps, and what its first steps made torch reserve on the device, at most.
+    """Ours or the rival, and the most memory that its first steps made torch reserve on the device.
 
-    Reserved, not allocated: what a CUDA graph replays in does not count as allocated.
+    Reserved, not allocated: the memory of a CUDA graph does not count as allocated.
     """
     if device.type != "cuda":
-        made = make()
-        made.steps(1)
-        return made, 0
+        return make(), 0
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     made = make()
-    made.steps(WARM_STEPS)
-    _wait(device)
+    made.step_seconds(1)
     return made, torch.cuda.max_memory_reserved(device) - before
 
 
-def medians(device: torch.device, both: list[Steps], length: int) -> list[float]:
-    """Seconds a step of each, in blocks that take turns."""
-    times: list[list[float]] = [[] for _ in both]
-    for _ in range(BLOCKS):
-        for steps, own in zip(both, times, strict=True):
-            _wait(device)
-            started = time.perf_counter()
-            steps(length)
-            _wait(device)
-            own.append((time.perf_counter() - started) / length)
-    return [statistics.median(own) for own in times]
+def medians(both: list[Ours | Plain], length: int) -> list[float]:
+    """Seconds per step of each, in alternating blocks."""
+    blocks = [[each.step_seconds(length) for each in both] for _ in range(BLOCKS)]
+    return [statistics.median(times) for times in zip(*blocks, strict=True)]
 
 
 def counts(case: Case) -> dict[str, float]:
-    """Of a whole run: epochs with gradients and, for BatchNorm statistics, without; and scorings."""
-    config, plan = case.config, methods.of(case.config).plan(case.config)
-    finish = config.finish
-    times = (1 + (finish.polish_epochs > 0)) * finish.reestimate_batchnorm
-    times += len(plan) * config.schedule.reestimate_in_rounds
+    """Numbers of a whole run: epochs with gradients and, for BatchNorm statistics, without; scorings."""
+    finish, plan = case.config.finish, phases(case.config)
     return {
-        "training": sum(stretch.epochs for stretch in plan),
+        "training": sum(phase.epochs for phase in plan),
         "polish": finish.polish_epochs,
-        "reestimation": times * finish.reestimate_epochs,
+        "reestimation": (1 + (finish.polish_epochs > 0)) * finish.reestimate_epochs,
         "scorings": len(plan),
-        "fp32_scorings": 3 + case.row.plan.samples,  # before, after, the file once more, and its draws
+        "fp32_scorings": 3 + case.row.plan.samples,  # before, after, the file, and its samples
     }
 
 
 def hours(
     case: Case, step_s: float, reestimation_s: float, scoring_s: float, fp32_scoring_s: float
 ) -> dict[str, float]:
-    """Of a whole run, part by part, by the seconds that a batch takes."""
+    """Hours of a whole run, part by part, from the seconds per batch."""
     count = counts(case)
     train, test = TRAIN_IMAGES / case.batch_size / 3600, TEST_IMAGES / case.batch_size / 3600
     parts = {
@@ -256,7 +266,7 @@ def hours(
 
 
 def worker_images_a_second() -> float:
-    """Images that one process reads and prepares for training in a second."""
+    """Images per second that one process reads and prepares for training."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder, seeded(0, torch.device("cpu")):
@@ -280,13 +290,13 @@ def worker_images_a_second() -> float:
 def measure(
     name: str, device: torch.device, batch_size: int | None, steps: int, shared: dict[str, Any]
 ) -> dict[str, Any]:
-    """The facts of a network."""
+    """The measurements of a network."""
     case = Case(name, device, batch_size)
     training = case.config.training
-    with seeded(0, device):  # as a run: cuDNN repeats itself exactly
+    with seeded(0, device):  # as a run: with deterministic cuDNN
         mine, our_bytes = reserved_bytes(device, lambda: Ours(case))
         rival, rival_bytes = reserved_bytes(device, lambda: Plain(case))
-        our_s, rival_s = medians(device, [mine.steps, rival.steps], steps)
+        our_s, rival_s = medians([mine, rival], steps)
         fp32_scoring_s = mine.scoring_seconds(Precision.FP32)
         is_fp32 = training.precision is Precision.FP32
         scoring_s = fp32_scoring_s if is_fp32 else mine.scoring_seconds(training.precision)
@@ -298,7 +308,7 @@ def measure(
         "paper": case.row.network.paper,
         "batch_size": case.batch_size,
         "precision": str(training.precision),
-        "channels_last": training.channels_last,
+        "channels_last": case.channels_last,
         "cuda_graph": training.cuda_graph,
         "steps": BLOCKS * steps,
         "ratio": our_s / rival_s,
@@ -325,7 +335,7 @@ def _threads() -> str:
 
 
 def _commit() -> str:
-    """Of this code; "unknown" where it does not lie in a checkout."""
+    """The commit of this code; "unknown" outside a git checkout."""
     words = ["git", "rev-parse", "HEAD"]
     try:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
@@ -335,14 +345,14 @@ def _commit() -> str:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure the networks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--networks", nargs="+", choices=PLANS, default=list(PLANS), help="all, unless given")
-    parser.add_argument("--batch-size", type=int, help="as experiments/imagenet has it, unless given")
+    parser.add_argument("--networks", nargs="+", choices=PLANS, default=list(PLANS), help="default: all")
+    parser.add_argument("--batch-size", type=int, help="default: as in experiments/imagenet")
     parser.add_argument("--steps", type=int, default=10, help=f"in each of {BLOCKS} blocks")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="of the code, where it is not in a checkout")
-    parser.add_argument("--out", type=Path, help="a file that the lines are added to")
+    parser.add_argument("--commit", help="of the code, if it is not in a git checkout")
+    parser.add_argument("--out", type=Path, help="a file to append the lines to")
     options = parser.parse_args()
     device = torch.device(options.device)
     shared = {
