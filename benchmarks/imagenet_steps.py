@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pwfn.rounds import Run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
