@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pwfn import Config
+from pwfn.config import Config, flat
 
 AS_IT_IS = "sigma × 1"
 """The label of the assessment of a file as it is."""
@@ -88,18 +88,13 @@ def _notes(found: Sequence[dict[str, Any]]) -> list[str]:
 
 def _changes(found: Sequence[dict[str, Any]]) -> str:
     """The settings that differ from the preset "recommended" in the same way for all results."""
-    usual, others = _flat(Config.preset("recommended").to_dict()), []
-    configs = [_flat(each["settings"]) for each in found]
+    usual, others = flat(Config.preset("recommended").to_dict()), []
+    configs = [flat(each["settings"]) for each in found]
     for name, value in configs[0].items():
         alike = all(config.get(name) == value for config in configs)
         if alike and name != "seed" and usual.get(name) != value:
             others.append(f"`{name} = {json.dumps(value)}`")
     return ", ".join(others) or "nothing"
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    tables = {name: value if isinstance(value, dict) else {"": value} for name, value in settings.items()}
-    return {f"{name}.{key}".rstrip("."): own for name, table in tables.items() for key, own in table.items()}
 
 
 def _by_variant(found: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

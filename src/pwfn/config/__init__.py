@@ -1,7 +1,7 @@
 """Settings: declared once, by stage, checked when they are set; three presets; TOML in and out."""
 
 from pwfn.config.checks import Choice, Number, Section, Switch, hint, setting
-from pwfn.config.config import METHOD_DEFAULTS, PRESETS, Config
+from pwfn.config.config import METHOD_DEFAULTS, PRESETS, Config, flat
 from pwfn.config.sections import (
     PAPER_FRACTIONS,
     WARMUP_EPOCHS,
@@ -43,6 +43,7 @@ __all__ = [
     "TargetConfig",
     "TrainingConfig",
     "UncompressedDtype",
+    "flat",
     "hint",
     "setting",
 ]

@@ -43,7 +43,7 @@ METHOD_DEFAULTS: dict[str, Mapping[str, Any]] = {"pwfn": {}}
 """By method: the settings that differ from the defaults. Methods of the lab register themselves here."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Config:
     """All settings of a compression run. ``Config()`` is the preset ``recommended``.
 
@@ -51,8 +51,8 @@ class Config:
 
     >>> Config.preset("paper").fixing.rule
     <Rule.MEAN: 'mean'>
-    >>> Config().override({"fixing.grid_exponent": 8}).fixing.grid_exponent
-    8
+    >>> Config().override({"fixing.grid_exponent": 8})
+    Config(fixing.grid_exponent=8)
     >>> Config().override({"fixing.rule": "closest"})
     Traceback (most recent call last):
     ...
@@ -88,6 +88,11 @@ class Config:
                 f"schedule.epochs_per_round has {len(epochs)} numbers for the {len(fractions)} of "
                 "schedule.fractions: give one number, or one for each fraction"
             )
+
+    def __repr__(self) -> str:
+        usual, own = flat(Config().to_dict()), flat(self.to_dict())
+        changed = [f"{name}={value!r}" for name, value in own.items() if value != usual.get(name)]
+        return f"Config({', '.join(changed)})"
 
     @classmethod
     def preset(cls, name: str, method: str = "pwfn") -> Self:
@@ -247,6 +252,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """What each preset sets. ``paper`` pins every number it stands for, so that no default can change it."""
+
+
+def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """What :meth:`Config.to_dict` gave, by ``section.name``.
+
+    >>> flat({"seed": 1, "training": {"clip_norm": 0.9}})
+    {'seed': 1, 'training.clip_norm': 0.9}
+    """
+    found: dict[str, Any] = {}
+    for name, item in tables.items():
+        found |= (
+            {f"{name}.{key}": v for key, v in item.items()} if isinstance(item, Mapping) else {name: item}
+        )
+    return found
 
 
 def _unknown_method(name: object) -> str:

@@ -106,7 +106,7 @@ class LeftOut:
     aliases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """The compressed parameters of a model as slices of one vector, and the reasons why others are left out.
 
@@ -129,6 +129,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", sum(entry.size for entry in self.entries))
+
+    def __repr__(self) -> str:
+        return f"Layout({self.size:,} weights in {len(self.entries)} tensors, {len(self.left_out)} left out)"
 
     @classmethod
     def of(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pwfn.config import PRESETS, Config
+from pwfn.config import PRESETS, Config, flat
 from pwfn.errors import ConfigError
 from pwfn.report.reading import MODEL, RunData
 from pwfn.run.options import RunOptions
@@ -76,18 +76,6 @@ def _changes(config: Config, preset: Config) -> tuple[Change, ...]:
         for name, value in flat(config.to_dict()).items()
         if value != usual.get(name) and name not in ("seed", "method")
     )
-
-
-def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by ``section.name``.
-
-    >>> flat({"seed": 1, "training": {"clip_norm": 0.9}})
-    {'seed': 1, 'training.clip_norm': 0.9}
-    """
-    found: dict[str, Any] = {}
-    for key, item in tables.items():
-        found |= {f"{key}.{n}": v for n, v in item.items()} if isinstance(item, Mapping) else {key: item}
-    return found
 
 
 def toml(value: Any) -> str:

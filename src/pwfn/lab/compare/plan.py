@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pwfn.bayes.method import METHODS, check_options, phases
-from pwfn.config import Config, SigmaInit, hint
+from pwfn.config import Config, SigmaInit, flat, hint
 from pwfn.errors import ConfigError
 from pwfn.lab.baselines import find
 from pwfn.lab.compare import paper
@@ -237,22 +237,12 @@ def _section(kind: type[_Kind], table: Mapping[str, Any], where: str, others: tu
             raise ConfigError(f"{where}{key} is {value!r}: allowed is {allowed}")
         checked[key] = tuple(value) if isinstance(value, list) else value
     if "settings" in checked:
-        checked["settings"] = _flat(checked["settings"])
+        checked["settings"] = flat(checked["settings"])
     for name, item in given.items():
         no_default = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if no_default and name not in checked:
             raise ConfigError(f"{where}{name} is missing: add {name} = …")
     return kind(**checked)
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """By ``section.name``, which may also be written as one table per section."""
-    flat: dict[str, Any] = {}
-    for key, item in settings.items():
-        flat |= (
-            {f"{key}.{name}": own for name, own in item.items()} if isinstance(item, dict) else {key: item}
-        )
-    return flat
 
 
 def _check(plan: Plan) -> None:
