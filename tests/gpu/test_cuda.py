@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from pwfn import Config, GaussianNetwork, compress, fix_round
+from pwfn import Config, GaussianNetwork, compress, fix_round, load
 from pwfn.lab.baselines import kmeans_clusters as kmeans
 from pwfn.lab.baselines import wfn_rounds as wfn
 from pwfn.zoo.models import digits_resnet
@@ -87,3 +89,23 @@ def test_a_compiled_step_trains_free_weights_only() -> None:
         optimizer.zero_grad()
     assert torch.equal(net.mu[net.fixed], fixed)
     assert not torch.equal(net.free_mu[~net.fixed], free[~net.fixed])
+
+
+@pytest.mark.parametrize("method", ["pwfn", "wfn", "lsq", "kmeans", "baseline"])
+@pytest.mark.parametrize("target", [None, 100.0])
+def test_a_result_of_the_gpu_is_saved_and_read_on_the_cpu(
+    method: str, target: float | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = digits_resnet().cuda()
+    data = [(torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))) for _ in range(4)]
+    rounds = [0.5, 1.0] if method in ("pwfn", "wfn") else [1.0]
+    changes = {"schedule.fractions": rounds, "schedule.epochs_per_round": [1.0] * len(rounds)}
+    config = Config.preset("recommended", method).override({**changes, "target.max_drop": target})
+    result = compress(model, data, data, config)
+    assert result.save(tmp_path / "model.pwfn") == result.file_bytes
+    assert "bytes" in str(result)
+    twin = load(tmp_path / "model.pwfn").apply_to(digits_resnet()).eval()
+    with torch.no_grad():
+        here, there = twin(data[0][0]), result.model()(data[0][0].cuda()).cpu()
+    torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-3)

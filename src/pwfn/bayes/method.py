@@ -187,5 +187,6 @@ class FixedNetwork(WeightNetwork):
         return self.layout.views(self.values)
 
     def finish(self) -> Compressed:
-        """The compressed network with the other tensors as they are now."""
-        return replace(self._compressed, untouched=untouched(self.model, self.layout))
+        """The compressed network, on the CPU, with the other tensors as they are now."""
+        tensors = {name: tensor.cpu() for name, tensor in untouched(self.model, self.layout).items()}
+        return replace(self._compressed, untouched=tensors)
