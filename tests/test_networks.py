@@ -25,9 +25,6 @@ PAPER = (
     *("resnet18", "resnet34", "resnet50", "densenet161"),
     *("deit_tiny_patch16_224", "deit_small_patch16_224"),
 )
-DEIT_TINY = 5_717_416 - 197 * 192 - 192 - 25 * 2 * 192
-"""Its parameters as published, less the embedding of 197 positions, the class token and 25 LayerNorms."""
-
 RESNET20 = 9 * (3 * 16 + 6 * 16**2 + 16 * 32 + 5 * 32**2 + 32 * 64 + 5 * 64**2)
 """Nineteen 3×3 convolutions."""
 
@@ -61,13 +58,14 @@ def compressed_and_scored(name: str, folder: Path) -> tuple[Path, dict[str, Any]
     return out / "model.pwfn", record, call("evaluate", str(out / "model.pwfn"), *usual, "--device", "cpu")
 
 
-def test_a_network_of_the_paper_by_name(tmp_path: Path) -> None:
-    path, record, again = compressed_and_scored("deit_tiny_patch16_224", tmp_path)
+def test_a_network_of_timm_by_name(tmp_path: Path) -> None:
+    """A small one; test_imagenet takes one of the paper's networks through the whole command."""
+    path, record, again = compressed_and_scored("test_vit", tmp_path)
     assert again["after"] == record["after"]
     assert again["after"]["examples"] == 4
     assert again["file_bytes"] == path.stat().st_size < record["fp32_bytes"] / 4
     assert [(done["fraction"], done["steps"]) for done in record["rounds"]] == [(0.5, 1), (1.0, 1)]
-    assert load(path).layout.size == record["weights"] == DEIT_TINY
+    assert load(path).layout.size == record["weights"]
     assert record["unique"] == load(path).values().unique().numel()
 
 
