@@ -299,13 +299,27 @@ def test_batches_may_be_mappings_and_models_may_take_names() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_number_types(precision: str, dtype: torch.dtype) -> None:
     model = nn.Linear(4, 2).to(dtype)
     data = [(torch.randn(8, 4, dtype=dtype), torch.randint(0, 2, (8,))) for _ in range(2)]
     result = compress(model, data, data, BRIEF.override({"training.precision": precision}))
-    assert result.compressed.codebook.dtype == dtype
+    assert result.compressed.codebook.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert result.model().weight.dtype == dtype
+
+
+def test_a_model_of_several_number_types() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6).bfloat16(), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.bfloat16()).float())
+
+    result = compress(Mixed(), tiny_data(2), tiny_data(2), BRIEF)
+    kinds = [result.model().get_parameter(name).dtype for name in ("first.weight", "second.weight")]
+    assert kinds == [torch.bfloat16, torch.float32]
 
 
 def test_precision_holds_in_training_and_on_the_way_before_and_after_are_in_float32() -> None:

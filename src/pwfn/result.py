@@ -88,7 +88,8 @@ class Result:
         if self.before is not None and self.after is not None:
             lines["before"], lines["after"] = str(self.before), str(self.after)
         ratio = original / self.file_bytes
-        lines["file"] = f"{self.file_bytes:,} bytes, {ratio:.1f} times smaller than fp32 ({original:,})"
+        size = f"{ratio:.1f} times smaller than" if ratio > 1 else "no smaller than"
+        lines["file"] = f"{self.file_bytes:,} bytes, {size} fp32 ({original:,})"
         lines["weights"] = f"{whole.weights:,} in {len(self.compressed.layout.entries)} tensors"
         lines["values"] = f"{whole.unique}, with {whole.entropy_bits:.2f} bits of entropy per weight"
         lines["powers of two"] = f"{whole.power_of_two_share:.1%} (zeros, {whole.zero_share:.1%}, included)"

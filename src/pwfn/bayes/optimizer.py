@@ -285,10 +285,8 @@ def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, fused: bool
     """
     adamw = config.optimizer is OptimizerName.ADAMW
     rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    fused = (
-        fused and config.precision is not Precision.FP16 and len({e.dtype for e in net.layout.entries}) == 1
-    )
-    if isinstance(net, GaussianNetwork) and fused:
+    plain = all(entry.dtype == net.layout.dtype for entry in net.layout.entries)
+    if isinstance(net, GaussianNetwork) and fused and plain and config.precision is not Precision.FP16:
         net.share_storage()
         # Autocast leaves float64 as it is.
         half = config.precision is Precision.BF16 and net.free_mu.dtype == torch.float32
