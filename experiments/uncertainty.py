@@ -149,7 +149,7 @@ def _answers(
             found = ask(compressed, sigma_scale=scale, recalibrate=recalibrate)
             yield f"statistics of every draw, sigma × {scale:g}", found
     by_centre = replace(compressed, weight_sigma=None, centre_sigma=compressed.centre_sigmas())
-    yield "one sigma a centre", ask(by_centre)
+    yield "one sigma per centre", ask(by_centre)
 
 
 if __name__ == "__main__":

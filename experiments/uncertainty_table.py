@@ -76,8 +76,8 @@ def _notes(found: Sequence[dict[str, Any]]) -> list[str]:
     )
     return [
         f"{found[0]['model']}, {answer['samples']} draws; {answer['split']}. "
-        "± is the standard deviation over seeds (n - 1). AUROC and FPR95 are of data from elsewhere against "
-        "the test images, by the largest probability.",
+        "± is the standard deviation over seeds (n - 1). AUROC and FPR95 tell out-of-distribution data from "
+        "the test images by the largest probability.",
         "",
         f"The files: {points}. Other than by the preset, for all: {_changes(found)}.",
         "",

@@ -152,7 +152,7 @@ def _check_all_started(attached: Attached) -> None:
         if quantiser.observing:
             raise LayoutError(
                 f"{row.layer}: no input reached it in the first batch, so its quantiser has no start: "
-                'exclude the layer (layout.exclude), or set quantiser.activation_bits = "off"'
+                'exclude the layer (layout.exclude), or set options.activation_bits = "off"'
             )
 
 

@@ -179,7 +179,7 @@ def _layers(model: nn.Module, layout: Layout) -> Iterator[tuple[Entry, str, nn.M
             if isinstance(module, (nn.MultiheadAttention, nn.Bilinear)):
                 raise LayoutError(
                     f"{name or 'the model'} is a {type(module).__name__}, whose products are computed inside "
-                    'torch, where inputs cannot be quantised: set quantiser.activation_bits = "off"'
+                    'torch, where inputs cannot be quantised: set options.activation_bits = "off"'
                 )
             if id(module) not in done and takes_input(module):
                 done.add(id(module))
