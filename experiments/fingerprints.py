@@ -26,7 +26,6 @@ import torch
 import pwfn
 from pwfn.progress import Progress
 from pwfn.run.demo import pretrained
-from pwfn.run.options import RunOptions
 from pwfn.zoo import data, models
 
 ROOT = Path(__file__).resolve().parent
@@ -69,7 +68,7 @@ def resumed(*arguments: Any) -> pwfn.Result:
 def digits(preset: str, seed: int, compress: Callable[..., pwfn.Result]) -> pwfn.Result:
     """The demo's network; where sigma is trained, at ten times the rate: rounds have 129 steps here."""
     train, test = data.digits()
-    model = pretrained(RunOptions("digits_resnet", "digits", Path(), batch_size=32), seed)
+    model = pretrained(seed)
     config = pwfn.Config.preset(preset).override({"seed": seed})
     if config.training.sigma_learning_rate is not None:
         config = config.override({"training.sigma_learning_rate": 0.01})

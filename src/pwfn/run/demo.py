@@ -20,9 +20,8 @@ from pwfn.result import Result
 from pwfn.run.console import View
 from pwfn.run.folder import prepare, run
 from pwfn.run.options import RunOptions
-from pwfn.run.resolve import data_options
 from pwfn.zoo import models
-from pwfn.zoo.data import open_source
+from pwfn.zoo.data import digits
 
 CPU = torch.device("cpu")
 MODEL, DATA, BATCH_SIZE, EPOCHS = "digits_resnet", "digits", 32, 12
@@ -39,7 +38,7 @@ def demo(
         options = RunOptions(MODEL, DATA, folder, str(weights), batch_size=BATCH_SIZE, device="cpu")
         say(f"Training a small residual network on handwritten digits, {EPOCHS} epochs …")
         with replacing(weights) as path:
-            save_file(pretrained(options, config.seed).state_dict(), path)
+            save_file(pretrained(config.seed).state_dict(), path)
         say(
             "Compressing it: each round trains the network, then fixes more of its weights to shared values, "
             "those near zero first."
@@ -47,12 +46,11 @@ def demo(
         return run(options, config, view, Distributed(CPU))
 
 
-def pretrained(options: RunOptions, seed: int) -> nn.Module:
+def pretrained(seed: int) -> nn.Module:
     """The demo's network, trained from scratch with a one-cycle learning rate."""
+    train, _ = digits()
     with seeded(seed, CPU):
         model = models.create(MODEL).train()
-        preparation = models.data_config(MODEL, model)
-        train = open_source(DATA, data_options(options, preparation, seed, Distributed(CPU))).train
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(train))
         for number in range(EPOCHS):
