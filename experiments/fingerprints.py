@@ -17,6 +17,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def cases(word: str) -> Iterator[tuple[str, Callable[[], pwfn.Result]]]:
                 for end, way in ways.items():
                     name = f"{network.__name__} {preset} seed {seed}{end}"
                     if word in name:
-                        yield name, lambda n=network, p=preset, s=seed, w=way: n(p, s, w)  # type: ignore[misc]
+                        yield name, partial(network, preset, seed, way)
 
 
 def main() -> None:

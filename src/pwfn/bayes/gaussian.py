@@ -103,7 +103,7 @@ class GaussianNetwork(Method):
 
         One value for all free weights; see :func:`pwfn.bayes.sigma.tolerated_sigma`. ``loss`` is the
         mean training loss of this network on the same batches with the same noise at every call.
-        ``compress`` does this by itself.
+        ``compress`` calls this for you.
 
         >>> net = GaussianNetwork(nn.Linear(3, 1), Config().override({"posterior.tolerance": 0.25}))
         >>> net.tolerate(lambda: net.sigma[0].item() ** 2)
