@@ -1,4 +1,4 @@
-"""Data sets by name: ``npz:PATH``, ``imagefolder:DIR``, ``cifar10:DIR``, ``digits`` and others."""
+"""Data sets by name: ``npz:PATH``, ``imagefolder:DIR``, ``images:DIR``, ``digits`` and others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pwfn.zoo.dataset import Data, DataOptions, fingerprint
 from pwfn.zoo.epochs import Epochs, Repeated
 from pwfn.zoo.folder import open_folder
 from pwfn.zoo.function import user_function
+from pwfn.zoo.images import open_images
 
 __all__ = [
     "SOURCES",
@@ -61,7 +62,7 @@ def _unknown(spec: str, kind: str) -> str:
     if Path(spec).suffix == ".npz" and kind == spec:
         hint = f"did you mean {'npz:' + spec!r}?"
     elif Path(spec).expanduser().is_dir():
-        hint = f"did you mean {'imagefolder:' + spec!r}?"
+        hint = f"did you mean {'imagefolder:' + spec!r}, or {'images:' + spec!r} without labels?"
     elif near := difflib.get_close_matches(kind.lower(), SOURCES, n=1):
         hint = f"did you mean {SOURCES[near[0]].usage}?"
     else:
@@ -131,6 +132,7 @@ def _length(loader: Any) -> int | None:
 SOURCES: dict[str, Source] = {
     "npz": Source("npz:PATH", lambda spec, path, options: read_npz(path).opened(spec, options)),
     "imagefolder": Source("imagefolder:DIR", open_folder),
+    "images": Source("images:DIR", open_images),
     "cifar10": Source("cifar10:DIR", lambda spec, path, o: read_cifar(path, CIFAR10).opened(spec, o, 10)),
     "cifar100": Source("cifar100:DIR", lambda spec, path, o: read_cifar(path, CIFAR100).opened(spec, o, 100)),
     "digits": Source("digits", lambda spec, _, options: read_digits().opened(spec, options)),

@@ -41,6 +41,7 @@ class DataOptions:
     workers: int = 4  # processes that read image files
     limit: int | None = None  # train on the first n images of a fixed permutation
     holdout: int = 0  # test on the last n images of that permutation, and do not train on them
+    testing: bool = False  # only the test data are wanted: where files for training are missing, do without
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", tuple(self.mean))
@@ -109,6 +110,7 @@ class Data:
     train_size: int | None = None  # examples of all processes
     test_size: int | None = None
     class_names: tuple[str, ...] | None = None
+    labelled: bool = True  # whether the training data have labels
     labels: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     def check_labels(self, classes: int, advice: str = "") -> None:
@@ -121,6 +123,11 @@ class Data:
             raise DataError(
                 f"{self.name}: there are {len(self.class_names):,} class folders and the model has "
                 f"{classes:,} classes: {self.class_names[classes]!r} is the first without one{advice}"
+            )
+        if self.class_names is not None and not self.train_size and len(self.class_names) < classes:
+            raise DataError(
+                f"{self.name}: there are {len(self.class_names):,} class folders and the model has "
+                f"{classes:,} classes: without a folder 'train' there must be one for each, in their order"
             )
         for name, labels in self.labels.items():
             outside = np.flatnonzero((labels < 0) | (labels >= classes))

@@ -1,4 +1,4 @@
-"""Image folders in ImageNet's layout: ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``."""
+"""Image folders in ImageNet's layout, ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``; reading images."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from pwfn.zoo.dataset import Data, DataOptions, fingerprint
 from pwfn.zoo.epochs import Epochs, epoch_order, shares
 from pwfn.zoo.models import ready_torchvision
 
-_EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif"))
+EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _SAMPLED_FILES = 16  # of each split, whose bytes go into the fingerprint
 _LAYOUT = "the layout is train/<class>/*.JPEG and val/<class>/*.JPEG"
-_IMAGENET_SIZE = 224
+IMAGENET_SIZE = 224
+_READ_TOGETHER = 16  # images per message of a worker: small, since containers share little memory
 
 
 @dataclass(frozen=True)
 class Images:
-    """Image files in a folder, and the class number of each."""
+    """Image files in a folder, and the class number of each; None for images without labels."""
 
     folder: Path
     names: np.ndarray  # bytes, relative to the folder: a million strings would be copied into each worker
-    labels: np.ndarray
+    labels: np.ndarray | None
 
     def path(self, index: int) -> Path:
         """The file of an image."""
@@ -44,12 +45,14 @@ class Images:
 
     def chosen(self, indices: np.ndarray) -> Images:
         """Some of the images."""
-        return Images(self.folder, self.names[indices], self.labels[indices])
+        labels = None if self.labels is None else self.labels[indices]
+        return Images(self.folder, self.names[indices], labels)
 
     def facts(self) -> Iterator[Any]:
         """What identifies the images: names, labels, and the content of a few files."""
         yield from (b"\n".join(self.names.tolist()), self.labels)
-        for index in np.unique(np.linspace(0, len(self.names) - 1, _SAMPLED_FILES).astype(int)):
+        sampled = np.linspace(0, len(self.names) - 1, _SAMPLED_FILES if len(self.names) else 0)
+        for index in np.unique(sampled.astype(int)):
             try:
                 yield self.path(int(index)).read_bytes()
             except OSError as error:
@@ -57,28 +60,32 @@ class Images:
 
 
 def open_folder(spec: str, directory: str, options: DataOptions) -> Data:
-    """The data set in a folder; classes are numbered from 0 in the order of their names."""
-    root = Path(directory).expanduser()
-    if not root.is_dir():
-        raise DataError(f"{root}: there is no such folder")
-    if len(options.mean) not in (0, 3):
-        raise DataError(
-            f"{root}: images are read in 3 channels, mean and std have {len(options.mean)} numbers: use a "
-            "model for images of 3 channels"
-        )
-    class_names = _class_names(root / "train")
-    train = _scan(root / "train", class_names, class_names)
-    kept, held = options.divide(spec, len(train.names))
-    if held is None:
-        present = _class_names(root / "val")
-        if unknown := sorted(set(present) - set(class_names)):
-            raise DataError(f"{root / 'val' / unknown[0]}: this class has no folder in {root / 'train'}")
-        test = _scan(root / "val", present, class_names)
+    """The data set in a folder; classes are numbered from 0 in the order of their names.
+
+    Where only testing is wanted, ``val`` alone is enough, and so are the class folders themselves: then
+    every class of the network must be there, since their numbers come from their order.
+    """
+    root = existing(directory)
+    check_channels(root, options)
+    size = options.image_size or IMAGENET_SIZE
+    if options.testing and not (root / "train").is_dir():
+        folder = root / "val" if (root / "val").is_dir() else root
+        class_names = _class_names(folder)
+        test = _scan(folder, class_names, class_names)
+        train = test.chosen(np.arange(0))
     else:
-        test = train.chosen(held)
-    train = train.chosen(kept)
-    options.check_divisible(spec, len(train.names), len(test.names))
-    size = options.image_size or _IMAGENET_SIZE
+        class_names = _class_names(root / "train")
+        train = _scan(root / "train", class_names, class_names)
+        kept, held = options.divide(spec, len(train.names))
+        if held is None:
+            present = _class_names(root / "val")
+            if unknown := sorted(set(present) - set(class_names)):
+                raise DataError(f"{root / 'val' / unknown[0]}: this class has no folder in {root / 'train'}")
+            test = _scan(root / "val", present, class_names)
+        else:
+            test = train.chosen(held)
+        train = train.chosen(kept)
+        options.check_divisible(spec, len(train.names), len(test.names))
     return Data(
         name=spec,
         train=ImageLoader(train, options, train=True),
@@ -90,6 +97,25 @@ def open_folder(spec: str, directory: str, options: DataOptions) -> Data:
         test_size=len(test.names),
         class_names=class_names,
     )
+
+
+def existing(directory: str) -> Path:
+    """A folder that exists."""
+    root = Path(directory).expanduser()
+    if root.is_file():
+        raise DataError(f"{root}: is a file, not a folder: name the folder that holds the images")
+    if not root.is_dir():
+        raise DataError(f"{root}: there is no such folder")
+    return root
+
+
+def check_channels(root: Path, options: DataOptions) -> None:
+    """Refuse a network that does not take images of three channels."""
+    if len(options.mean) not in (0, 3):
+        raise DataError(
+            f"{root}: images are read in 3 channels, mean and std have {len(options.mean)} numbers: use a "
+            "model for images of 3 channels"
+        )
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:
@@ -105,17 +131,23 @@ def _scan(folder: Path, present: tuple[str, ...], class_names: tuple[str, ...]) 
     names: list[bytes] = []
     labels: list[int] = []
     for class_name in present:
-        found = sorted(
-            os.path.relpath(os.path.join(below, file), folder)
-            for below, _, files in os.walk(folder / class_name, followlinks=True)
-            for file in files
-            if os.path.splitext(file)[1].lower() in _EXTENSIONS and file[0] != "."
-        )
+        found = files_below(folder / class_name, folder)
         if not found:
             raise DataError(f"{folder / class_name}: this class folder has no images")
-        names += map(os.fsencode, found)
+        names += found
         labels += [class_names.index(class_name)] * len(found)
     return Images(folder, np.array(names), np.array(labels, dtype=np.int64))
+
+
+def files_below(folder: Path, root: Path) -> list[bytes]:
+    """The image files of a folder and those below it, relative to ``root``, in the order of their paths."""
+    found = sorted(
+        os.path.relpath(os.path.join(below, file), root)
+        for below, _, files in os.walk(folder, followlinks=True)
+        for file in files
+        if os.path.splitext(file)[1].lower() in EXTENSIONS and file[0] != "."
+    )
+    return list(map(os.fsencode, found))
 
 
 class ImageLoader(Epochs):
@@ -125,8 +157,11 @@ class ImageLoader(Epochs):
     workers or on which of them reads it.
     """
 
-    def __init__(self, images: Images, options: DataOptions, *, train: bool) -> None:
+    def __init__(
+        self, images: Images, options: DataOptions, *, train: bool, pixels: Tensor | None = None
+    ) -> None:
         self.images, self.options, self.train = images, options, train
+        self._pixels = pixels  # read before, uint8: then no file is opened again
         size = options.batch_size if train else options.test_batch_size or options.batch_size
         self._shares = shares(len(images.names), size, options.rank, options.world, exact=not train)
         self._normalise = Normaliser(options.mean, options.std, torch.device(options.device))
@@ -134,34 +169,71 @@ class ImageLoader(Epochs):
     def __len__(self) -> int:
         return len(self._shares)
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of epoch ``number``, beginning with batch ``start``; earlier ones are not read."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """The batches of epoch ``number``, beginning with batch ``start``; earlier ones are not read.
+
+        A batch is (images, targets), or images alone where there are no labels.
+        """
         options, device = self.options, torch.device(self.options.device)
-        order = epoch_order(len(self.images.names), options.seed, number, shuffle=self.train).numpy()
+        order = epoch_order(len(self.images.names), options.seed, number, shuffle=self.train)
         batches = [order[share] for share in self._shares[start:]]
+        if self._pixels is not None:
+            yield from (self._normalise(self._pixels[batch].to(device)) for batch in batches)
+            return
         if not batches:
             return
-        _transform(options, self.train)  # imports torchvision here, once, and not in every worker
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about more workers than processors: the user chose the number
-            loader = DataLoader(
-                _Epoch(self.images, options, self.train, number),
-                batch_sampler=batches,  # type: ignore[arg-type]  # a list of arrays works
-                num_workers=min(options.workers, len(batches)),
-                collate_fn=_collate,
-                pin_memory=device.type == "cuda",
-                worker_init_fn=_ignore_interrupts,
-                generator=torch.Generator(),  # otherwise every epoch draws from torch's global generator
-            )
-            reader = iter(loader)
+        epoch = _Epoch(self.images, options, self.train, number)
+        reader = _reader(epoch, [batch.numpy() for batch in batches], _collate)
         try:
             for batch in reader:
                 if isinstance(batch, str):  # an exception from a worker would carry its traceback
                     raise DataError(batch)
-                images, targets = (part.to(device, non_blocking=True) for part in batch)
-                yield self._normalise(images), targets
+                images, *targets = (part.to(device, non_blocking=True) for part in batch)
+                yield (self._normalise(images), *targets) if targets else self._normalise(images)
         finally:
             del reader  # ends the workers now, even if an exception keeps this frame alive
+
+
+def read_all(images: Images, options: DataOptions) -> tuple[Tensor, dict[int, str]]:
+    """The pixels of all images as the network is tested on them, uint8, and why some cannot be read."""
+    size = options.image_size or IMAGENET_SIZE
+    pixels = torch.empty(len(images.names), 3, size, size, dtype=torch.uint8)
+    epoch = _Epoch(images, options, train=False, number=0)
+    batches = [*torch.arange(len(images.names)).split(_READ_TOGETHER)] if len(images.names) else []
+    reader = _reader(epoch, [batch.numpy() for batch in batches], _collate_readable)
+    errors: dict[int, str] = {}
+    try:
+        for batch, (read, why) in zip(batches, reader, strict=True):
+            bad = [number for number, reason in enumerate(why) if reason]
+            errors |= {int(batch[number]): why[number] for number in bad}
+            good = [number for number, reason in enumerate(why) if not reason]
+            if good:
+                pixels[batch[good]] = read
+    finally:
+        del reader
+    return pixels, errors
+
+
+def image_bytes(count: int, options: DataOptions) -> int:
+    """Memory that :func:`read_all` needs for so many images."""
+    return 3 * count * (options.image_size or IMAGENET_SIZE) ** 2
+
+
+def _reader(epoch: _Epoch, batches: list[np.ndarray], collate: Callable[[Any], Any]) -> Iterator[Any]:
+    options = epoch.options
+    _transform(options, epoch.train)  # imports torchvision here, once, and not in every worker
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about more workers than processors: the user chose the number
+        loader = DataLoader(
+            epoch,
+            batch_sampler=batches,  # type: ignore[arg-type]  # a list of arrays works
+            num_workers=min(options.workers, len(batches)),
+            collate_fn=collate,
+            pin_memory=torch.device(options.device).type == "cuda",
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # otherwise every epoch draws from torch's global generator
+        )
+        return iter(loader)
 
 
 @dataclass(frozen=True)
@@ -176,7 +248,7 @@ class _Epoch(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.images.names)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | str:
+    def __getitem__(self, index: int) -> tuple[Tensor] | tuple[Tensor, int] | str:
         index = int(index)
         path = self.images.path(index)
         transform = _transform(self.options, self.train)
@@ -187,7 +259,8 @@ class _Epoch(Dataset[Any]):
         with torch.random.fork_rng(devices=()):
             # torchvision draws from this generator; torch.manual_seed would also seed the GPUs.
             torch.default_generator.manual_seed(seed_from("image", self.options.seed, self.number, index))
-            return transform(image), int(self.images.labels[index])
+            pixels, labels = transform(image), self.images.labels
+        return (pixels,) if labels is None else (pixels, int(labels[index]))
 
 
 def _read(path: Path) -> Any:
@@ -209,19 +282,26 @@ def _transform(options: DataOptions, train: bool) -> Callable[[Any], Tensor]:
     except ImportError as error:
         raise DataError("image folders need torchvision: pip install 'pwfn[timm]'") from error
 
-    size = options.image_size or _IMAGENET_SIZE
+    size = options.image_size or IMAGENET_SIZE
     mode = transforms.InterpolationMode(options.interpolation)
     if train and options.augment:
         steps = [transforms.RandomResizedCrop(size, interpolation=mode), transforms.RandomHorizontalFlip()]
     else:
-        resized = math.floor(size / options.crop_pct)
+        resized = math.floor(size / options.crop_pct + 1e-6)  # 224 / (224 / 232) is a little less than 232
         steps = [transforms.Resize(resized, interpolation=mode), transforms.CenterCrop(size)]
     chain: Callable[[Any], Tensor] = transforms.Compose([*steps, transforms.PILToTensor()])
     return chain
 
 
-def _collate(examples: list[tuple[Tensor, int] | str]) -> list[Tensor] | str:
+def _collate(examples: list[Any]) -> list[Tensor] | str:
     return next((error for error in examples if isinstance(error, str)), None) or default_collate(examples)
+
+
+def _collate_readable(examples: list[Any]) -> tuple[Tensor, list[str]]:
+    """The images that could be read, and for each example why it could not, or an empty text."""
+    read = [example[0] for example in examples if not isinstance(example, str)]
+    why = [example if isinstance(example, str) else "" for example in examples]
+    return torch.stack(read) if read else torch.empty(0), why
 
 
 def _ignore_interrupts(_: int) -> None:

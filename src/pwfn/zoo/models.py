@@ -1,4 +1,4 @@
-"""Networks by name: pwfn's for small images, any of timm's, and yours from a Python file.
+"""Networks by name: pwfn's for small images, any of timm's and torchvision's, and yours from a Python file.
 
 model = create("cifar_resnet20")
 notes = load_weights(model, "resnet20.safetensors")
@@ -59,9 +59,10 @@ OWN: dict[str, Callable[..., nn.Module]] = {
 
 
 def create(name: str, *, pretrained: bool = False, classes: int | None = None, **options: Any) -> nn.Module:
-    """A network by name: one of :data:`OWN`, ``python:FILE:FUNCTION``, or any of timm's.
+    """A network by name: one of :data:`OWN`, ``python:FILE:FUNCTION``, or any of timm's and torchvision's.
 
-    ``pretrained`` lets timm download its weights. ``classes`` is the number of outputs if it is not the
+    A name that both have is timm's; ``torchvision:NAME`` is torchvision's. ``pretrained`` lets them download
+    the weights. ``classes`` is the number of outputs if it is not the
     network's usual one. ``options`` are passed to the function that makes it. The file of ``python:`` is
     run: name only files that you trust.
 
@@ -74,6 +75,8 @@ def create(name: str, *, pretrained: bool = False, classes: int | None = None, *
     if not is_file and name not in OWN:
         if classes is not None:
             options["num_classes"] = classes
+        if (torchvisions := _torchvision_name(name)) is not None:
+            return torchvision_model(torchvisions, pretrained=pretrained, **options)
         return timm_model(name, **options, **({"pretrained": True} if pretrained else {}))
     if pretrained:
         raise PwfnError(f"model {name!r} has no pre-trained weights: give a file with --weights FILE")
@@ -98,18 +101,60 @@ def timm_model(name: str, **options: Any) -> nn.Module:
         near = _near(name, list(OWN), cutoff=0.8)
         raise PwfnError(f"model {name!r} needs timm: pip install 'pwfn[timm]'{near}") from error
     if not timm.is_model(name):
-        near = _near(name, [*OWN, *timm.list_models()])
-        raise PwfnError(f"model {name!r} is not known to pwfn or timm{near or ': see timm.list_models()'}")
+        near = _near(name, [*OWN, *timm.list_models(), *_torchvision_names()])
+        raise PwfnError(
+            f"model {name!r} is not known to pwfn, timm or torchvision{near or ': see timm.list_models()'}"
+        )
+    return _made("timm", name, lambda: timm.create_model(name, **options))
+
+
+def torchvision_model(name: str, *, pretrained: bool = False, **options: Any) -> nn.Module:
+    """A classifier of torchvision; ``pretrained``: its default weights."""
+    from torchvision import models  # type: ignore[import-untyped]  # it has no types
+
+    weights = "DEFAULT" if pretrained else None
+    return _made("torchvision", name, lambda: models.get_model(name, weights=weights, **options))
+
+
+def _made(library: str, name: str, make: Callable[[], nn.Module]) -> nn.Module:
     try:
-        model: nn.Module = timm.create_model(name, **options)
+        return make()
+    except OSError as error:  # every failed download is one
+        raise PwfnError(
+            f"the pre-trained weights of model {name!r} cannot be downloaded "
+            f"({type(error).__name__}): check the network, or give a file with --weights"
+        ) from error
     except Exception as error:  # each model raises its own errors for an unknown tag or option
-        if isinstance(error, OSError) and options.get("pretrained"):  # every failed download is an OSError
-            raise PwfnError(
-                f"the pre-trained weights of model {name!r} cannot be downloaded "
-                f"({type(error).__name__}): check the network, or give a file with --weights"
-            ) from error
-        raise PwfnError(f"timm cannot make model {name!r}: {cause(error)}") from error
-    return model
+        raise PwfnError(f"{library} cannot make model {name!r}: {cause(error)}") from error
+
+
+_TORCHVISION = "torchvision:"
+
+
+def _torchvision_names() -> list[str]:
+    """The classifiers of torchvision; none where it is not installed."""
+    ready_torchvision()
+    try:
+        from torchvision import models
+    except ImportError:
+        return []
+    return list(models.list_models(module=models))
+
+
+def _torchvision_name(name: str) -> str | None:
+    """What torchvision calls a network; None for one that it does not have, or that timm has too."""
+    names, own = _torchvision_names(), name.removeprefix(_TORCHVISION)
+    if own not in names:
+        if own == name:
+            return None
+        raise PwfnError(f"model {name!r} is not known to torchvision{_near(own, names)}")
+    if own != name:
+        return own
+    try:
+        import timm
+    except ImportError:  # whose network it is must not depend on what is installed
+        return None
+    return None if timm.is_model(name) else own
 
 
 def _near(name: str, names: list[str], cutoff: float = 0.6) -> str:
@@ -137,7 +182,7 @@ def ready_torchvision() -> None:
 
 
 def input_shape(name: str, model: nn.Module) -> tuple[int, ...] | None:
-    """Shape of one input, channels first, if it is known: for pwfn's networks and timm's.
+    """Shape of one input, channels first, if it is known: for pwfn's networks, timm's and torchvision's.
 
     >>> input_shape("digits_resnet", digits_resnet())
     (1, 8, 8)
@@ -145,6 +190,8 @@ def input_shape(name: str, model: nn.Module) -> tuple[int, ...] | None:
     if name in OWN:
         return (1, 8, 8) if name == "digits_resnet" else (3, 32, 32)
     shape = (getattr(model, "default_cfg", None) or {}).get("input_size")
+    if not shape and (found := _torchvision_config(name)) is not None and found.image_size:
+        return (3, found.image_size, found.image_size)
     return tuple(shape) if shape else None
 
 
@@ -210,8 +257,8 @@ def data_config(name: str, model: nn.Module, metadata: Mapping[str, str] | None 
     """How the images of a network are prepared.
 
     The ``metadata`` of its weight file decides the normalisation (``normalize_mean``, ``normalize_std``).
-    Otherwise, and for the rest: CIFAR's for pwfn's networks (none for digits), timm's for its models, and
-    ImageNet's at any size for others.
+    Otherwise, and for the rest: CIFAR's for pwfn's networks (none for digits), timm's for its models, that
+    of the default weights for torchvision's, and ImageNet's at any size for others.
     """
     config = _usual(name, model)
     notes = metadata or {}
@@ -231,7 +278,7 @@ def _usual(name: str, model: nn.Module) -> DataConfig:
     if name in OWN:
         return _DIGITS if name == "digits_resnet" else _CIFAR
     if not getattr(model, "pretrained_cfg", None):
-        return _OTHER
+        return _torchvision_config(name) or _OTHER
     ready_torchvision()
     from timm.data import resolve_model_data_config
 
@@ -243,6 +290,18 @@ def _usual(name: str, model: nn.Module) -> DataConfig:
         interpolation=found["interpolation"],
         crop_pct=float(found["crop_pct"]),
     )
+
+
+def _torchvision_config(name: str) -> DataConfig | None:
+    """How torchvision prepares images for the default weights of a network; None where it has none."""
+    if name.startswith("python:") or (own := _torchvision_name(name)) is None:
+        return None
+    from torchvision import models
+
+    found = models.get_model_weights(own).DEFAULT.transforms()
+    size, resized = found.crop_size[0], found.resize_size[0]
+    mean, std = tuple(found.mean), tuple(found.std)
+    return DataConfig(mean, std, size, found.interpolation.value, crop_pct=size / resized)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

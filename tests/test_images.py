@@ -1,0 +1,166 @@
+"""Folders of images without labels, and labelled folders that are only tested on."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from pwfn.errors import DataError
+from pwfn.zoo import images
+from pwfn.zoo.data import Data, DataOptions, open_source
+
+OPTIONS = DataOptions((0.5,) * 3, (0.25,) * 3, image_size=8, batch_size=4, workers=0)
+
+
+def picture(path: Path, number: int) -> None:
+    """A picture of one grey, which identifies it; sizes and formats differ."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (10 + number % 7, 9 + number % 5), (number,) * 3).save(path)
+
+
+def folder(path: Path, count: int) -> Path:
+    for number in range(count):
+        below = path / "b" / "a" if number % 3 == 0 else path
+        picture(below / f"{number:03}.{'png' if number % 2 else 'bmp'}", number)
+    return path
+
+
+def greys(data: Data, part: str) -> list[int]:
+    """The pictures of one epoch, by their grey."""
+    batches: list[Tensor] = list(getattr(data, part).epoch(0))
+    assert all(isinstance(batch, Tensor) for batch in batches)  # images alone
+    values = torch.cat(batches)[:, 0, 0, 0] * 0.25 + 0.5
+    return [round(255 * value) for value in values.tolist()]
+
+
+@pytest.mark.parametrize(("count", "measured"), [(2, 1), (9, 1), (30, 6)])
+def test_a_fifth_is_measured_on_and_the_rest_compressed_with(
+    tmp_path: Path, count: int, measured: int
+) -> None:
+    data = open_source(f"images:{folder(tmp_path, count)}", OPTIONS)
+    train, test = greys(data, "train"), greys(data, "test")
+    assert len(test) == data.test_size == measured
+    assert sorted(train + test) == list(range(count))  # none twice, none left out
+    assert not data.labelled
+    assert data.classes is None
+
+
+def test_at_most_a_thousand_are_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_MOST_MEASURED", 3)
+    assert open_source(f"images:{folder(tmp_path, 30)}", OPTIONS).test_size == 3
+    asked = replace(OPTIONS, holdout=7, limit=5)
+    data = open_source(f"images:{tmp_path}", asked)
+    assert (data.train_size, data.test_size) == (5, 7)
+
+
+def test_the_split_depends_on_the_names_only(tmp_path: Path) -> None:
+    first = folder(tmp_path / "first", 20)
+    second = tmp_path / "second"
+    for path in sorted(first.rglob("*.*"), reverse=True):  # created in another order
+        target = second / path.relative_to(first)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    one, other = (
+        open_source(f"images:{place}", replace(OPTIONS, seed=n)) for n, place in enumerate((first, second))
+    )
+    assert greys(one, "test") == greys(other, "test")
+    assert one.fingerprint == other.fingerprint
+
+
+def test_images_are_prepared_as_the_test_images_of_an_image_folder(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (12, 20, 25, 3), dtype=np.uint8)
+    for number, pixels in enumerate(noise):
+        for part in ("train", "val"):
+            path = tmp_path / "labelled" / part / "only" / f"{number:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    labelled = open_source(f"imagefolder:{tmp_path}/labelled", OPTIONS)
+    wanted = torch.cat([batch for batch, _ in labelled.test.epoch(0)])
+    bare = open_source(f"images:{tmp_path}/labelled/val", replace(OPTIONS, batch_size=12))
+    found = torch.cat([*bare.train.epoch(0), *bare.test.epoch(0)])
+    assert {image.numpy().tobytes() for image in found} == {image.numpy().tobytes() for image in wanted}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_folder_too_large_for_memory_gives_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    spec, options = f"images:{folder(tmp_path, 23)}", replace(OPTIONS, workers=workers)
+    kept = open_source(spec, options)
+    monkeypatch.setattr(images, "_KEPT_BYTES", 0)
+    streamed = open_source(spec, options)
+    for part in ("train", "test"):
+        one, other = (list(getattr(data, part).epoch(1, start=1)) for data in (kept, streamed))
+        assert all(map(torch.equal, one, other))
+        assert len(one) == len(other)
+
+
+def test_a_few_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    folder(tmp_path, 30)
+    (tmp_path / "broken.jpg").write_bytes(b"not a picture")
+    with pytest.warns(UserWarning, match=r"1 of 31 images cannot be read, the first: .*broken\.jpg"):
+        data = open_source(f"images:{tmp_path}", OPTIONS)
+    assert sorted(greys(data, "train") + greys(data, "test")) == list(range(30))
+
+
+@pytest.mark.parametrize(("good", "bad"), [(15, 1), (30, 4), (0, 3)])
+def test_many_that_cannot_be_read_are_refused(tmp_path: Path, good: int, bad: int) -> None:
+    folder(tmp_path, good)
+    whole = tmp_path / "whole.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(whole)
+    half = whole.read_bytes()[:5000]  # a download that was cut off
+    whole.unlink()
+    for number in range(bad):
+        (tmp_path / f"cut{number}.png").write_bytes(half)
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(DataError, match=rf"{bad} of {good + bad} images cannot be read, the first: .*cut\d"),
+    ):
+        open_source(f"images:{tmp_path}", OPTIONS)
+
+
+def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("no picture")
+    folder(tmp_path / "one", 1)
+    for name, words in {
+        "missing": "no such folder",
+        "empty": "holds no images",
+        "one": "at least two",
+        "one/b/a/000.bmp": "is a file, not a folder",
+    }.items():
+        with pytest.raises(DataError, match=words) as caught:
+            open_source(f"images:{tmp_path / name}", OPTIONS)
+        assert str(caught.value).startswith(str(tmp_path / name))
+    with pytest.raises(DataError, match="model for images of 3 channels"):
+        open_source(f"images:{tmp_path}/one", DataOptions((0.5,), (0.5,)))
+
+
+def test_only_the_measured_images_are_read_for_testing(tmp_path: Path) -> None:
+    spec, options = f"images:{folder(tmp_path, 20)}", replace(OPTIONS, testing=True)
+    tested = open_source(spec, options)
+    assert greys(tested, "test") == greys(open_source(spec, OPTIONS), "test")
+    assert tested.train_size == 0
+
+
+@pytest.mark.parametrize("below", ["", "val"])
+def test_a_labelled_folder_without_training_images_can_be_tested_on(tmp_path: Path, below: str) -> None:
+    for number, name in enumerate(("ant", "bee", "cat")):
+        picture(tmp_path / below / name / "x.png", number)
+    with pytest.raises(DataError, match="has no folder 'train'"):
+        open_source(f"imagefolder:{tmp_path}", OPTIONS)
+    data = open_source(f"imagefolder:{tmp_path}", replace(OPTIONS, testing=True))
+    ((_, labels),) = data.test.epoch(0)
+    assert labels.tolist() == [0, 1, 2]
+    data.check_labels(3)
+    # The number of a class is its place among the folders: with one missing, others would be wrong.
+    with pytest.raises(DataError, match=r"3 class folders and the model has 4 classes"):
+        data.check_labels(4)
