@@ -1094,7 +1094,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[PwfnError], list[str]]] = {
     "targets missing": (
         lambda: attempt(train=UNLABELLED),
         DataError,
-        ["has no target: give (input, target) batches, or distill=True"],
+        ["has no target: give (input, target) batches, or", "distill=True"],
     ),
     "validation targets missing": (
         lambda: attempt(val=UNLABELLED),

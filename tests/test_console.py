@@ -134,7 +134,7 @@ def test_a_resumed_run_shows_earlier_rounds_and_is_timed_from_where_it_resumed()
 def test_accuracy_is_left_out_where_it_would_mislead() -> None:
     console = log()
     view = ConsoleView(console)
-    view.begin("title", [done(1)], accuracy=False)
+    view.begin("title", [done(1)], metric="")
     _, heads, row = written(console).splitlines()
     assert "accuracy" not in heads
     assert "91.00%" not in row

@@ -98,11 +98,18 @@ def test_evaluation_runs_in_evaluation_mode_without_gradient_and_puts_every_mode
     assert not model.frozen.training
 
 
-def test_unlabelled_batches_have_a_loss_but_no_metric() -> None:
+def test_without_labels_a_network_is_scored_by_its_agreement_with_the_teacher() -> None:
     teacher = nn.Linear(2, 3)
     objective = Objective(divergence, teacher)
     x, y = torch.randn(4, 2), torch.tensor([0, 1, 2, 0])
-    assert mean_scores(teacher, source([x]), objective, accuracy) == Scores(0.0, None, 4)
+    assert mean_scores(teacher, source([x]), objective, accuracy) == Scores(0.0, 1.0, 4, agreement=True)
+    other = nn.Linear(2, 3)
+    found = mean_scores(other, source([x[:1], x[1:]]), objective, accuracy)
+    assert found.metric == float((other(x).argmax(1) == teacher(x).argmax(1)).double().mean())
+    assert found.loss == pytest.approx(divergence(other(x), teacher(x)).item())
+    assert found == pwfn.evaluate(other, [x[:1], x[1:]], original=teacher)
+    # A metric of one's own is for labels; where some are labelled, those count.
+    assert mean_scores(other, source([x]), objective, lambda o, t: 0.5).metric is None
     mixed = mean_scores(teacher, source([x, (x, teacher(x).argmax(1)), x]), objective, accuracy)
     assert mixed == Scores(0.0, 1.0, 12)
     assert mean_scores(teacher, source([(x, y)]), objective, None).metric is None

@@ -7,6 +7,7 @@ import tomllib
 import traceback
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ Method = Annotated[str | None, _option(SETTINGS, _METHODS)]
 _PRESETS = "recommended (default), paper, or quick (three epochs)."
 Preset = Annotated[str | None, _option(SETTINGS, _PRESETS)]
 Seed = Annotated[int | None, _option(SETTINGS, "Seed of all random states.", min=0)]
-_SOURCES = "npz:PATH, imagefolder:DIR, cifar10:DIR, cifar100:DIR, digits or python:FILE:FUNCTION."
+_SOURCES = "npz:PATH, imagefolder:DIR, images:DIR (no labels), cifar10:DIR, digits, python:FILE:FUNCTION, …"
 Source = Annotated[str, _option(DATA, _SOURCES)]
 Workers = Annotated[int, _option(DATA, "Processes that read image files.", min=0)]
 
@@ -98,11 +99,16 @@ def top(
 
 @app.command(epilog="Example: pwfn compress --model resnet18 --data imagefolder:imagenet --out run")
 def compress(
-    model: Annotated[str, _option(DATA, "A name known to timm or pwfn, or python:FILE:FUNCTION.")],
+    model: Annotated[
+        str, _option(DATA, "A name known to timm, torchvision or pwfn, or python:FILE:FUNCTION.")
+    ],
     data: Source,
     out: Annotated[Path, _option(RUN, "Folder of the run.")],
+    eval_data: Annotated[
+        str | None, _option(DATA, "Score on these data instead, such as imagefolder:DIR (labelled).")
+    ] = None,
     weights: Annotated[
-        str, _option(DATA, "A file (safetensors or torch), pretrained (timm's), or random.")
+        str, _option(DATA, "A file (safetensors or torch), pretrained (downloaded), or random.")
     ] = "pretrained",
     classes: Annotated[
         int | None, _option(DATA, "Outputs of the network, if not the usual number.", min=1)
@@ -153,14 +159,16 @@ def compress(
     _find_methods(method, config)
     how = options.RunOptions(
         *(model, data, out, weights, classes, device, batch_size, test_batch_size, workers, holdout, limit),
-        *(resume, checkpoint_minutes, tensorboard, posterior),
+        *(resume, checkpoint_minutes, tensorboard, posterior, eval_data),
     )
     chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits, method)
     distributed = distributed_for(device)
     view = console.View() if as_json else console.ConsoleView()
-    found = (
-        forecast.forecast(how, chosen, distributed) if dry_run else folder.run(how, chosen, view, distributed)
-    )
+    if dry_run:
+        say = _nothing if as_json else partial(typer.echo, err=True)  # not among the figures
+        found: Any = forecast.forecast(how, chosen, distributed, say)
+    else:
+        found = folder.run(how, chosen, view, distributed)
     if distributed.leads:
         typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
     raise typer.Exit(int(getattr(found, "target_met", None) is False))
@@ -203,7 +211,7 @@ def evaluate(
     samples: Annotated[int, _option(TRUST, "Also score an ensemble of this many draws.", min=0)] = 0,
     seed: Annotated[int, _option(TRUST, "Seed of the draws.", min=0)] = 0,
     weights: Annotated[
-        str | None, _option(TRUST, "Weights before compression, to compare with: a file, or pretrained.")
+        str | None, _option(TRUST, "Original weights to compare with: a file, or pretrained.")
     ] = None,
     ood: Annotated[
         list[str] | None,
@@ -219,7 +227,10 @@ def evaluate(
     workers: Workers = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Score the network in a .pwfn file on test data, and measure how reliable its predictions are."""
+    """Score the network in a .pwfn file on test data, and measure how reliable its predictions are.
+
+    On data without labels it is compared with the original network: give --weights.
+    """
     from pwfn.lab.uncertainty.file import evaluated
     from pwfn.run import options
 

@@ -78,6 +78,8 @@ class Result:
             return "accuracy was not measured: there was no validation data"
         if self.before.metric is None or self.after.metric is None:
             return f"the loss went from {self.before.loss:.4g} to {self.after.loss:.4g}"
+        if self.after.agreement:
+            return f"it predicts what the original network does for {self.after.metric:.2%} of the examples"
         drop = 100 * (self.before.metric - self.after.metric)
         return f"{drop:.2f} points of accuracy were lost" if drop > 0 else "no accuracy was lost"
 
@@ -86,7 +88,9 @@ class Result:
         whole, original = self.summary.whole, fp32_bytes(self.compressed)
         lines = {}
         if self.before is not None and self.after is not None:
-            lines["before"], lines["after"] = str(self.before), str(self.after)
+            if not self.after.agreement:  # the original agrees with itself
+                lines["before"] = str(self.before)
+            lines["after"] = str(self.after)
         ratio = original / self.file_bytes
         size = f"{ratio:.1f} times smaller than" if ratio > 1 else "no smaller than"
         lines["file"] = f"{self.file_bytes:,} bytes, {size} fp32 ({original:,})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,23 +34,83 @@ class Objective:
 
     def of_output(self, output: Any, batch: Batch, where: str) -> Tensor:
         """The loss of an output already computed."""
+        return self.compared(output, self.reference(batch, where), where)
+
+    def reference(self, batch: Batch, where: str) -> Any:
+        """What the output is compared with: the teacher's output, or the target."""
         if self.teacher is not None:
             with torch.no_grad():
-                reference = batch.through(self.teacher, where)
-            return _compared(self.loss_fn, output, reference, where)
+                return batch.through(self.teacher, where)
         if batch.target is None:
-            raise DataError(f"{where} has no target: give (input, target) batches, or distill=True")
-        return _compared(self.loss_fn, output, batch.target, where)
+            raise DataError(
+                f"{where} has no target: give (input, target) batches, or compare with the original network "
+                "(distill=True of compress, original= of evaluate)"
+            )
+        return batch.target
+
+    def compared(self, output: Any, reference: Any, where: str) -> Tensor:
+        """The loss of an output against its reference."""
+        try:
+            loss = applied(self.loss_fn, output, reference)
+        except BATCH_ERRORS as error:
+            raise DataError(
+                f"{where}: the loss cannot take the output and the target: {cause(error)}"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
+        return loss.reshape(())
 
 
-def _compared(compare: LossFn, output: Any, target: Any, where: str) -> Tensor:
+def logits(output: Any) -> Any:
+    """The ``logits`` of an output that is an object or a mapping (Hugging Face); any other output itself.
+
+    >>> logits({"logits": torch.zeros(2, 3), "hidden_states": ()}).shape
+    torch.Size([2, 3])
+    """
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else output
+
+
+def applied(function: LossFn, output: Any, reference: Any) -> Any:
+    """A loss or metric of an output that may be an object with ``logits``.
+
+    The function receives the logits. If it cannot take them, it receives the whole output. Such models have
+    the classes of a sequence in the last axis (examples × tokens × classes), cross entropy in axis 1.
+    """
+    taken = logits(output)
+    if taken is output:
+        return function(output, reference)
+    given = [taken, logits(reference)]
+    if taken.dim() == 3 and (
+        function in (F.cross_entropy, divergence, accuracy) or isinstance(function, nn.CrossEntropyLoss)
+    ):
+        given = [x.movedim(-1, 1) if isinstance(x, Tensor) and x.dim() == 3 else x for x in given]
     try:
-        loss = compare(output, target)
+        return function(*given)
     except BATCH_ERRORS as error:
-        raise DataError(f"{where}: the loss cannot take the output and the target: {cause(error)}") from error
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
-    return loss.reshape(())
+        try:
+            return function(output, reference)
+        except BATCH_ERRORS:
+            raise error from None
+
+
+def accuracy(output: Any, target: Any) -> Tensor:
+    """Fraction of targets whose class has the largest output along axis 1.
+
+    As for cross entropy, a target may also be class probabilities (the largest counts), and class -100
+    is ignored. With the outputs of another network as target, it is the share of equal predictions.
+
+    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
+    0.5
+    """
+    predicted = output.argmax(1)
+    if target.is_floating_point() and target.shape == output.shape:
+        target = target.argmax(1)
+    if target.shape != predicted.shape:
+        raise ValueError(f"{tuple(predicted.shape)} predictions for {tuple(target.shape)} targets")
+    return (predicted == target).sum().double() / (target != -100).sum()
 
 
 def divergence(output: Tensor, reference: Tensor) -> Tensor:

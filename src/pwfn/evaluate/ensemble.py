@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.distributed import usable_device
-from pwfn.bayes.objective import evaluating
+from pwfn.bayes.objective import evaluating, logits
 from pwfn.errors import ConfigError, DataError
 from pwfn.evaluate.score import full_float32
 from pwfn.file.compressed import Compressed
@@ -203,7 +203,7 @@ def _one_pass(model: nn.Module, source: Source) -> _Pass:
     with evaluating(model), full_float32():
         for number, batch in enumerate(source.batches(), 1):
             where = f"{source.name}, batch {number}"
-            log_p = _log_probabilities(batch.through(model, where), batch, where)
+            log_p = _log_probabilities(logits(batch.through(model, where)), batch, where)
             first = next((x for x in batch.tensors() if x.dim() > 0), torch.zeros(batch.size))
             checksums = first.reshape(len(first), -1).double().sum(1).cpu()
             found.append(_Pass(log_p, _entropy(log_p), _targets(batch.target, log_p, where), checksums))

@@ -1,7 +1,8 @@
-"""Loss and accuracy of a model over a loader."""
+"""Loss and accuracy of a model over a loader, or its agreement with the original network."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,22 +15,43 @@ from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source
 from pwfn.bayes.distributed import Distributed
-from pwfn.bayes.objective import LossFn, Objective, autocast, evaluating, largest_that_fits
+from pwfn.bayes.objective import (
+    LossFn,
+    Objective,
+    applied,
+    autocast,
+    divergence,
+    evaluating,
+    largest_that_fits,
+)
+from pwfn.bayes.objective import accuracy as accuracy
 from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Mean over the examples of a loader."""
+    """Mean over the examples of a loader.
+
+    >>> str(Scores(0.08125, 0.973, 400, agreement=True))
+    'agreement 97.30% of 400 examples (KL 0.08125)'
+    """
 
     loss: float  # the run's objective
     metric: float | None  # accuracy, 0 to 1, for classifiers; None where there is no metric
     examples: int
+    agreement: bool = False  # no labels: metric is the share of the original's predictions, loss the KL
+
+    @property
+    def name(self) -> str:
+        """What the metric is."""
+        return "agreement" if self.agreement else "accuracy"
 
     def __str__(self) -> str:
-        of = f"{self.examples:,} examples (loss {self.loss:.4g})"
-        return of if self.metric is None else f"{self.metric:.2%} of {of}"
+        of = f"{self.examples:,} examples ({'KL' if self.agreement else 'loss'} {self.loss:.4g})"
+        if self.metric is None:
+            return of
+        return f"{'agreement ' if self.agreement else ''}{self.metric:.2%} of {of}"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no NaN.
@@ -37,29 +59,13 @@ class Scores:
         >>> Scores(math.inf, 0.5, 10).to_dict()
         {'loss': None, 'metric': 0.5, 'examples': 10}
         """
-        return {"loss": finite(self.loss), "metric": finite(self.metric), "examples": self.examples}
+        of = {"of": "agreement"} if self.agreement else {}
+        return {"loss": finite(self.loss), "metric": finite(self.metric), "examples": self.examples, **of}
 
 
 def finite(number: float | None) -> float | None:
     """The number, or None where it is NaN or infinite, as a loss may be and JSON cannot."""
     return number if number is not None and math.isfinite(number) else None
-
-
-def accuracy(output: Any, target: Any) -> Tensor:
-    """Fraction of targets whose class has the largest output along axis 1.
-
-    As for cross entropy, a target may also be class probabilities (the largest counts), and class -100
-    is ignored.
-
-    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
-    0.5
-    """
-    predicted = output.argmax(1)
-    if target.is_floating_point() and target.shape == output.shape:
-        target = target.argmax(1)
-    if target.shape != predicted.shape:
-        raise ValueError(f"{tuple(predicted.shape)} predictions for {tuple(target.shape)} targets")
-    return (predicted == target).sum().double() / (target != -100).sum()
 
 
 def evaluate(
@@ -68,27 +74,36 @@ def evaluate(
     loss_fn: LossFn = F.cross_entropy,
     *,
     metric: LossFn | None = None,
+    original: nn.Module | None = None,
     device: torch.device | str | None = None,
 ) -> Scores:
     """Loss and metric of a model over a loader, in evaluation mode and full float32.
 
     Args:
         model: left in the mode and on the device it was, unless ``device`` is given.
-        loader: batches ``(input, …, target)``, or mappings with ``labels`` or ``target``.
+        loader: batches ``(input, …, target)``, or mappings with ``labels`` or ``target``; with ``original``
+            also inputs alone.
         loss_fn: a function of output and target.
         metric: a mean over the batch; accuracy for cross entropy unless given.
+        original: the network before compression; it is not changed. The loss is then the divergence from
+            its softmax output and, without labels, the metric is the share of equal predictions.
         device: where to run; the model's own unless given.
 
     >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
     >>> evaluate(nn.Identity(), data).metric
     1.0
+    >>> print(evaluate(nn.Identity(), [torch.eye(2)], original=nn.Identity()))
+    agreement 100.00% of 2 examples (KL 0)
     """
     if device is not None:
         model.to(device)
     where = next((tensor.device for tensor in model.state_dict().values()), torch.device(device or "cpu"))
     if metric is None and loss_fn is F.cross_entropy:
         metric = accuracy
-    return mean_scores(model, Source("the loader", loader, where), Objective(loss_fn), metric)
+    objective = Objective(loss_fn)
+    if original is not None:
+        objective = Objective(divergence, copy.deepcopy(original).to(where).eval())
+    return mean_scores(model, Source("the loader", loader, where), objective, metric)
 
 
 @contextmanager
@@ -123,11 +138,12 @@ def mean_scores(
 ) -> Scores:
     """Loss and metric of a model in evaluation mode, over the batches of all processes.
 
+    Where no batch has a target and the objective has a teacher, accuracy becomes agreement with the teacher.
     ``before_batch`` is called before every batch, and may raise. fp32 is full float32 on a GPU too, so that
     figures are the same wherever a file is scored.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=source.device)
-    examples = scored = 0
+    totals = torch.zeros(3, dtype=torch.float64, device=source.device)  # loss, metric, agreement
+    examples = scored = compared = 0
     with evaluating(model), full_float32(precision is Precision.FP32):
         for number, batch in enumerate(source.batches(), 1):
             if before_batch is not None:
@@ -135,21 +151,27 @@ def mean_scores(
             where = f"{source.name}, batch {number}"
             with autocast(source.device, precision):
                 output = _output(model, batch, where)
-                totals[0] += objective.of_output(output, batch, where).double() * batch.size
+                reference = output if objective.teacher is model else objective.reference(batch, where)
+                totals[0] += objective.compared(output, reference, where).double() * batch.size
                 if metric is not None and batch.target is not None:
                     totals[1] += _score(metric, output, batch.target, where) * batch.size
                     scored += batch.size
+                elif metric is accuracy:
+                    totals[2] += _score(metric, output, reference, where) * batch.size
+                    compared += batch.size
             examples += batch.size
     if examples == 0:
         raise DataError(
             f"{source.name} gave no batch: it is empty, or can be read only once; pass a loader that "
             "can be iterated again and again"
         )
-    counts = totals.new_tensor([examples, scored])
-    loss, score, *counted = (
+    counts = totals.new_tensor([examples, scored, compared])
+    loss, score, agreement, *counted = (
         (distributed or Distributed(source.device)).total(torch.cat((totals, counts))).tolist()
     )
-    examples, scored = map(int, counted)
+    examples, scored, compared = map(int, counted)
+    if compared and not scored:
+        return Scores(loss / examples, agreement / compared, examples, agreement=True)
     return Scores(loss / examples, score / scored if scored else None, examples)
 
 
@@ -163,7 +185,7 @@ def _output(model: nn.Module, batch: Batch, where: str) -> Any:
 
 def _score(metric: LossFn, output: Any, target: Any, where: str) -> Tensor:
     try:
-        return torch.as_tensor(metric(output, target)).double().reshape(())
+        return torch.as_tensor(applied(metric, output, target)).double().reshape(())
     except BATCH_ERRORS as error:
         raise DataError(
             f"{where}: the metric cannot take the output and the target, or is not a single number: "

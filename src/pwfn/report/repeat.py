@@ -106,7 +106,8 @@ def compress_command(run: RunData, settings: Settings) -> tuple[str, str]:
     if not (data.startswith("python:") and run.batch_size == RunOptions.batch_size):
         options["batch_size"] = run.batch_size
     options |= {
-        key: asked.get(key) for key in ("test_batch_size", "classes", "holdout", "limit", "posterior")
+        key: asked.get(key)
+        for key in ("eval_data", "test_batch_size", "classes", "holdout", "limit", "posterior")
     }
     words = [
         word for key, value in options.items() if value for word in (f"--{key.replace('_', '-')}", str(value))

@@ -25,8 +25,8 @@ class View:
     def __exit__(self, *_: object) -> None:
         """Leave the screen or the file in order, however the run ended."""
 
-    def begin(self, title: str, done: Sequence[Round] = (), *, accuracy: bool = True) -> None:
-        """The run begins, or resumes after rounds that are done; ``accuracy``: whether to show it."""
+    def begin(self, title: str, done: Sequence[Round] = (), *, metric: str = "accuracy") -> None:
+        """The run begins, or resumes after rounds that are done; ``metric``: its name, empty to hide it."""
 
     def step(self, now: StepEvent) -> None:
         """Training has come this far."""
@@ -71,9 +71,10 @@ class ConsoleView(View):
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def begin(self, title: str, done: Sequence[Round] = (), *, accuracy: bool = True) -> None:
+    def begin(self, title: str, done: Sequence[Round] = (), *, metric: str = "accuracy") -> None:
         """Print the title, the heads and the rounds that are done."""
-        self._columns = [column for column in _COLUMNS if accuracy or column.head != "accuracy"]
+        named = [c._replace(head=metric, width=len(metric)) if c.head == _METRIC else c for c in _COLUMNS]
+        self._columns = [column for column in named if column.head]
         self.say(title)
         self.say("  ".join(column.head.rjust(column.width) for column in self._columns))
         for earlier in done:
@@ -123,7 +124,10 @@ def _loss(done: Round) -> str:
     return f"{done.loss:.4f}" if done.loss is not None else "-"
 
 
-def _accuracy(done: Round) -> str:
+_METRIC = "metric"
+
+
+def _metric(done: Round) -> str:
     return f"{done.scores.metric:.2%}" if done.scores and done.scores.metric is not None else "-"
 
 
@@ -131,7 +135,7 @@ _COLUMNS = (
     _Column("round", 5, lambda done: f"{done.number}"),
     _Column("fixed", 6, lambda done: f"{done.fix.fraction:.1%}"),
     _Column("loss", 7, _loss),
-    _Column("accuracy", 8, _accuracy),
+    _Column(_METRIC, 8, _metric),
     # Of the weights that are fixed so far.
     _Column("values", 6, lambda done: f"{done.fixed.unique}"),
     _Column("bits", 5, lambda done: f"{done.fixed.entropy_bits:.2f}"),
@@ -147,11 +151,12 @@ def state_lines(states: Sequence[State]) -> list[str]:
         return []
     metrics = [state.scores.metric if state.scores else None for state in states]
     best = pareto([(metric or 0.0, len(s.content)) for metric, s in zip(metrics, states, strict=True)])
-    lines = ["the network if the run ended after round", "    n   fixed  accuracy  values   bits      bytes"]
+    name = next((state.scores.name for state in states if state.scores), "accuracy")
+    lines = ["the network if the run ended after round", f"    n   fixed  {name}  values   bits      bytes"]
     for state, metric, is_best in zip(states, metrics, best, strict=True):
         score = f"{metric:.2%}" if metric is not None else "-"
         lines.append(
-            f"{state.round:>5}  {state.fraction:>6.1%}  {score:>8}  {state.unique:>6}  "
+            f"{state.round:>5}  {state.fraction:>6.1%}  {score:>{len(name)}}  {state.unique:>6}  "
             f"{state.entropy_bits:>5.2f}  {len(state.content):>9,}{' *' if is_best else ''}"
         )
     return lines

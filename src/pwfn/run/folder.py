@@ -40,7 +40,7 @@ from pwfn.run.scores import check_same
 from pwfn.run.tensorboard import TensorBoard
 from pwfn.version import __version__
 
-_ASKED = ("data", "weights", "classes", "holdout", "limit", "test_batch_size", "posterior")
+_ASKED = ("data", "eval_data", "weights", "classes", "holdout", "limit", "test_batch_size", "posterior")
 """Options that the record keeps by name, so that the command can be repeated; the identity has contents."""
 
 
@@ -76,6 +76,7 @@ def run(
             found.data.train,
             found.data.test,
             config,
+            distill=not found.labelled,
             on_round=journal.round,
             on_step=journal.step,
             resume=progress,
@@ -160,7 +161,7 @@ class _Journal:
         # Statistics of noisy training do not fit the point estimate: its accuracy would say little.
         fits = config.finish.reestimate_epochs == 0 or not tracked(found.model)
         for view in self._views:
-            view.begin(title, progress.rounds if progress else (), accuracy=fits)
+            view.begin(title, progress.rounds if progress else (), metric=found.measure if fits else "")
 
     def step(self, now: StepEvent) -> None:
         """Show it; log a line at the end of every epoch and of every phase."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import statistics
 import sys
@@ -67,27 +68,46 @@ class Forecast:
         )
 
 
-def forecast(options: RunOptions, config: Config, distributed: Distributed | None = None) -> Forecast:
+def forecast(
+    options: RunOptions,
+    config: Config,
+    distributed: Distributed | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Forecast:
     """Do a few real steps at the full batch size and every fixing, and estimate the rest; writes nothing.
+
+    Each measurement is announced to ``say``, since those of a large network take minutes.
 
     A missing folder, a label out of range or a batch too large is found here as the run would find it.
     """
     distributed = distributed or distributed_for(options.device)
     if distributed.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(distributed.device)
+    say = say if distributed.leads else lambda line: None
+    say("dry run: opening the network and the data")
     found = resolve(options, config, distributed)
     with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
         run = Run(
             *(found.model, found.data.train, found.data.test, config, distributed),
-            *(F.cross_entropy, None, False),
+            *(F.cross_entropy, None, not found.labelled),
         )
+        say("dry run: starting values, from a few batches")
+        run.start_network(run.net)
+        started = {name: copy.deepcopy(value) for name, value in run.net.state_dict().items()}
+        say("dry run: timing steps of training")
         step_seconds = _step_seconds(run)
         memory = _peak_bytes(distributed.device)
+        say(f"dry run: {step_seconds:.3g} s per step; timing the scoring")
         scoring_seconds = _scoring_seconds(run)
         # A new network: the other one has been trained for a few steps.
         net = METHODS[config.method](found.model, config).to(distributed.device)
-        run.start_network(net)
-        fixing_seconds = max(_seconds(partial(net.fix, phase.fraction)) for phase in run.phases)
+        net.load_state_dict(started)
+        fixings = []
+        for number, phase in enumerate(run.phases, 1):
+            say(f"dry run: fixing {number} of {len(run.phases)}")
+            fixings.append(_seconds(partial(net.fix, phase.fraction)))
+        fixing_seconds = max(fixings)
+        say("dry run: the size of the file")
         fixed = FixedNetwork(net, net.finish())
         shrink_uncompressed(fixed.model, config.finish)
         compressed = fixed.finish()
@@ -118,7 +138,6 @@ def forecast(options: RunOptions, config: Config, distributed: Distributed | Non
 def _step_seconds(run: Run) -> float:
     """The median of a few real steps, as the run takes them."""
     net, training, batches = run.net, run.config.training, run.train.endless()
-    run.start_network(net)
     alone = run.distributed.world == 1 and training.accumulate == 1
     optimizer = optimizer_for(net, training, run.config.seed, fused=alone)
 

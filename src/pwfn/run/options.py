@@ -21,9 +21,9 @@ class RunOptions:
     """
 
     model: str  # a name known to pwfn or timm, or python:FILE:FUNCTION; "": the one that a file names
-    data: str  # a source: npz:PATH, imagefolder:DIR, …
+    data: str  # a source: npz:PATH, imagefolder:DIR, images:DIR, …
     out: Path
-    weights: str = "pretrained"  # "pretrained" (timm's), a file, or "random"
+    weights: str = "pretrained"  # "pretrained" (timm's or torchvision's), a file, or "random"
     classes: int | None = None  # outputs of the network, if neither the name nor the weights tell
     device: str | None = None  # None: CUDA if there is a device
     batch_size: int = 128  # per process
@@ -35,6 +35,7 @@ class RunOptions:
     checkpoint_minutes: float = 10.0
     tensorboard: bool = False
     posterior: str | None = None  # what the file stores of it: centre (None), weight or none
+    eval_data: str | None = None  # a source to score on, instead of the test images of data
 
 
 @dataclass(frozen=True)

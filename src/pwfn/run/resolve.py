@@ -11,9 +11,10 @@ from torch import nn
 
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.objective import logits
 from pwfn.bayes.randomness import seeded
 from pwfn.config import Config
-from pwfn.errors import FileError
+from pwfn.errors import DataError, FileError
 from pwfn.file.compressed import Compressed
 from pwfn.run.options import RunOptions
 from pwfn.zoo import data, models
@@ -28,6 +29,8 @@ class Resolved:
     model: nn.Module
     preparation: DataConfig  # of images
     data: Data
+    labelled: bool  # whether there are labels to train with; without, it learns from the original's outputs
+    measure: str  # "accuracy", or "agreement" with the original where the test data have no labels
     classes: int | None  # if the network does not have its usual number of outputs
     identity: dict[str, Any]  # what a run must have in common with the one that it resumes
 
@@ -48,16 +51,27 @@ def resolve(options: RunOptions, config: Config, distributed: Distributed) -> Re
             notes = models.load_weights(model, options.weights)
     digest = _digest(model)
     preparation = models.data_config(options.model, model, notes)
-    source = data.open_source(options.data, data_options(options, preparation, config.seed, distributed))
+    images = data_options(options, preparation, config.seed, distributed)
+    source = data.open_source(options.data, images)
     advice = "for another number of outputs give --classes"
-    check_classes(model.to(distributed.device), source, distributed.device, advice)
+    tested = check_classes(model.to(distributed.device), source, distributed.device, advice)
+    labelled = source.labelled and tested
+    if options.eval_data is not None:
+        other = data.open_source(options.eval_data, replace(images, testing=True))
+        tested = check_classes(model, other, distributed.device, advice)
+        if labelled and not tested:
+            raise DataError(f"{other.name} has no labels to score by: give labelled data with --eval-data")
+        content = data.fingerprint("two", (source.fingerprint, other.fingerprint))
+        name = f"{source.name}, scored on {other.name}"
+        source = replace(source, name=name, test=other.test, test_size=other.test_size, fingerprint=content)
+    measure = "accuracy" if tested else "agreement"
     identity = {
         "model": {"name": options.model, "weights": digest},
         "data": {"content": source.fingerprint, "batch_size": options.batch_size},
         "processes": distributed.world,
         "settings": config.to_dict(),
     }
-    return Resolved(model, preparation, source, classes, identity)
+    return Resolved(model, preparation, source, labelled, measure, classes, identity)
 
 
 def _digest(model: nn.Module) -> str:
@@ -106,12 +120,17 @@ def data_options(
 
 
 @torch.no_grad()
-def check_classes(model: nn.Module, source: Data, device: torch.device, advice: str = "") -> None:
-    """Compare the labels with what the model returns for one example, before any work is done."""
-    was_training = model.training
+def check_classes(model: nn.Module, source: Data, device: torch.device, advice: str = "") -> bool:
+    """Compare the labels with what the model returns for one example, before any work is done.
+
+    Returns whether the test data have labels.
+    """
+    was_training, labelled = model.training, True
     for batch in Source("test data", source.test, device).batches():
-        output = batch.first(1).through(model.eval(), "test data, batch 1")
+        output = logits(batch.first(1).through(model.eval(), "test data, batch 1"))
         if isinstance(output, torch.Tensor) and output.dim() == 2:
             source.check_labels(output.shape[1], advice)
+        labelled = batch.target is not None
         break
     model.train(was_training)
+    return labelled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.objective import Objective
+from pwfn.bayes.objective import Objective, divergence
 from pwfn.config import Precision
 from pwfn.errors import DataError, FileError
 from pwfn.evaluate import calibration
@@ -24,18 +24,22 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.run.options import RunOptions
 from pwfn.run.resolve import check_classes, data_options, network_of, preparation_of
+from pwfn.zoo import models
 from pwfn.zoo.data import Data, DataOptions, open_source
 
 _SIZES = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
 
 
-def evaluate_file(path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0) -> dict[str, Any]:
+def evaluate_file(
+    path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0, original: str | None = None
+) -> dict[str, Any]:
     """Loss, accuracy and sizes of a file; with ``samples`` also the accuracy of an ensemble of so many draws.
 
-    The network is the one named in the file, unless ``options.model`` names another.
+    The network is the one named in the file, unless ``options.model`` names another. Data without labels
+    need the ``original`` weights (a file, or "pretrained"), and give agreement and KL instead.
     """
     file = open_file(path, options, seed)
-    facts = {"after": scores(file.network, file.data, file.distributed).to_dict(), **sizes(path)}
+    facts = file_facts(file, path, options.model, original)
     if samples:
         drawn = ensemble(file.compressed, file.network, file.data.test, samples, seed)
         if drawn.targets is None:
@@ -51,8 +55,35 @@ class OpenFile:
     compressed: Compressed
     network: nn.Module  # with the file's weights, on the device
     data: Data
+    labelled: bool
     images: DataOptions  # how images of other data are prepared
     distributed: Distributed
+
+    def scores(self, model: str = "", original: str | None = None) -> Scores:
+        """On the test data, in float32: cross entropy and accuracy; without labels KL and agreement."""
+        objective = Objective(F.cross_entropy)
+        if not self.labelled:
+            if original is None:
+                raise DataError(
+                    f"{self.data.name} has no labels, so that the network is compared with the original one: "
+                    "give its weights with --weights FILE, or --weights pretrained"
+                )
+            network = original_of(self.compressed, model, original)
+            objective = Objective(divergence, network.to(self.distributed.device).eval())
+        tests = Source("test data", self.data.test, self.distributed.device)
+        return mean_scores(
+            self.network, tests, objective, accuracy, Precision.FP32, distributed=self.distributed
+        )
+
+
+def original_of(compressed: Compressed, name: str, weights: str) -> nn.Module:
+    """The network of a file with its weights before compression: a file, or "pretrained"."""
+    if weights == "pretrained":
+        classes = models.recorded_classes(compressed.record)
+        return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
+    network = network_of(compressed, name)
+    models.load_weights(network, weights)
+    return network
 
 
 def open_file(path: Path, options: RunOptions, seed: int) -> OpenFile:
@@ -61,24 +92,17 @@ def open_file(path: Path, options: RunOptions, seed: int) -> OpenFile:
     network = network_of(compressed, options.model)
     alone = distributed_for(options.device, alone=True)
     preparation = preparation_of(compressed, options.model, network)
-    images = data_options(options, preparation, seed, alone)
+    images = replace(data_options(options, preparation, seed, alone), testing=True)
     data = open_source(options.data, images)
-    check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
-    return OpenFile(compressed, network, data, images, alone)
+    labelled = check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
+    return OpenFile(compressed, network, data, labelled, images, alone)
 
 
-def scores(model: nn.Module, source: Data, distributed: Distributed) -> Scores:
-    """Cross entropy and accuracy on the test data, in float32."""
-    tests = Source("test data", source.test, distributed.device)
-    return mean_scores(
-        model, tests, Objective(F.cross_entropy), accuracy, Precision.FP32, distributed=distributed
-    )
-
-
-def sizes(path: Path) -> dict[str, Any]:
-    """Counts and bytes of a file."""
+def file_facts(file: OpenFile, path: Path, model: str = "", original: str | None = None) -> dict[str, Any]:
+    """The scores of a file, its counts and its bytes."""
     found = inspect(path, zstd=False)
-    return {name: getattr(found, name) for name in _SIZES}
+    sizes = {name: getattr(found, name) for name in _SIZES}
+    return {"after": file.scores(model, original).to_dict(), **sizes}
 
 
 def check_same(path: Path, compressed: Compressed) -> None:
@@ -97,10 +121,12 @@ def summary_line(facts: Mapping[str, Any]) -> str:
     """The figures of a file in one line, with those of the original network if they are known."""
     before, after = facts.get("before"), facts["after"]
     was = f"{before['metric']:.2%} before, " if before and before["metric"] is not None else ""
-    now = f"{after['metric']:.2%}" if after["metric"] is not None else f"loss {after['loss']}"
+    now = f"{after['metric']:.2%} after" if after["metric"] is not None else f"loss {after['loss']} after"
+    if after.get("of") == "agreement":
+        now = f"agreement {after['metric']:.2%} with the original network, KL {after['loss']:.4g}"
     drawn = f" ({facts['ensemble']:.2%} as an ensemble)" if "ensemble" in facts else ""
     return (
-        f"{was}{now} after{drawn}; {facts['weights']:,} weights with {facts['unique']} values, "
+        f"{was}{now}{drawn}; {facts['weights']:,} weights with {facts['unique']} values, "
         f"{facts['entropy_bits']:.3f} bits per weight; {facts['file_bytes']:,} bytes, fp32 "
         f"{facts['fp32_bytes']:,}"
     )

@@ -37,7 +37,7 @@ class TensorBoard(View):
     def __exit__(self, *_: object) -> None:
         self._writer.close()
 
-    def begin(self, title: str, done: Sequence[Round] = (), *, accuracy: bool = True) -> None:
+    def begin(self, title: str, done: Sequence[Round] = (), *, metric: str = "accuracy") -> None:
         """Count the steps of the rounds done before."""
         self._before = sum(earlier.steps for earlier in done)
 

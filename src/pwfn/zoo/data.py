@@ -27,6 +27,7 @@ __all__ = [
     "Split",
     "TensorLoader",
     "digits",
+    "fingerprint",
     "open_source",
 ]
 

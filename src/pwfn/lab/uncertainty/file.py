@@ -7,40 +7,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from pwfn.errors import ConfigError, WeightError
-from pwfn.file.compressed import Compressed
+from pwfn.errors import ConfigError, DataError, WeightError
 from pwfn.file.storage import replacing
 from pwfn.lab.uncertainty.assess import Assessment, Rival, assess
 from pwfn.lab.uncertainty.ood import open_ood
 from pwfn.lab.uncertainty.recalibration import Recalibration, why_not
 from pwfn.run.options import RunOptions, TrustOptions
-from pwfn.run.resolve import network_of
-from pwfn.run.scores import OpenFile, evaluate_file, open_file, scores, sizes, summary_line
-from pwfn.zoo import models
+from pwfn.run.scores import OpenFile, file_facts, open_file, original_of, summary_line
 
 
 def evaluated(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dict[str, Any], list[str]]:
-    """The figures of a file, and lines of text; with the table of rivals if anything of it is asked for."""
-    if not asked.wanted:
-        facts = evaluate_file(path, options, seed=asked.seed)
+    """The figures of a file, and lines of text; with the table of rivals if anything of it is asked for.
+
+    Without labels there is no such table: the network is compared with the original one.
+    """
+    file = open_file(path, options, asked.seed)
+    if not file.labelled and (asked.samples or asked.ood or asked.out or asked.recalibrate):
+        raise DataError(
+            f"{file.data.name} has no labels, which --samples, --ood, --out and --recalibrate need: leave "
+            "these out, or give labelled data"
+        )
+    if not asked.wanted or not file.labelled:
+        facts = file_facts(file, path, options.model, asked.original)
         return facts, [summary_line(facts)]
-    facts, table = assess_file(path, options, asked)
+    facts, table = assess_file(path, options, asked, file)
     return facts, [summary_line(facts), "", *table.lines()]
 
 
-def assess_file(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[dict[str, Any], Assessment]:
-    """As :func:`evaluate_file`, and the table of rivals; it is also written to ``asked.out`` as JSON."""
+def assess_file(
+    path: Path, options: RunOptions, asked: TrustOptions, file: OpenFile | None = None
+) -> tuple[dict[str, Any], Assessment]:
+    """The figures of a file, and the table of rivals; it is also written to ``asked.out`` as JSON."""
     if asked.recalibrate and not asked.samples:
         raise ConfigError(
             f"--recalibrate {asked.recalibrate} computes BatchNorm statistics for every draw, but no draws "
             "are requested: give --samples too"
         )
-    file = open_file(path, options, asked.seed)
+    file = file or open_file(path, options, asked.seed)
     device = file.distributed.device
     recalibrate = _recalibration(file, asked) if asked.recalibrate else None
-    original = _original(file.compressed, options.model, asked.original) if asked.original else None
+    original = original_of(file.compressed, options.model, asked.original) if asked.original else None
     ood = {spec: open_ood(spec, file.data, file.images) for spec in asked.ood}
     table = assess(
         file.compressed,
@@ -66,7 +72,7 @@ def assess_file(path: Path, options: RunOptions, asked: TrustOptions) -> tuple[d
             "--recalibrate 8 gives each draw its own"
         )
     table = replace(table, notes=(*table.notes, *notes))
-    facts = {"after": scores(file.network, file.data, file.distributed).to_dict(), **sizes(path)}
+    facts = file_facts(file, path)
     if asked.samples:
         facts["ensemble"] = table.row(Rival.ENSEMBLE).accuracy_all
     facts["uncertainty"] = table.to_dict()
@@ -82,13 +88,3 @@ def _recalibration(file: OpenFile, asked: TrustOptions) -> Recalibration:
         raise WeightError(reason)
     device = file.distributed.device
     return Recalibration.from_loader(file.data.train, asked.recalibrate, seed=asked.seed, device=device)
-
-
-def _original(compressed: Compressed, name: str, weights: str) -> nn.Module:
-    """The network with its weights before compression."""
-    if weights == "pretrained":
-        classes = models.recorded_classes(compressed.record)
-        return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
-    network = network_of(compressed, name)
-    models.load_weights(network, weights)
-    return network
