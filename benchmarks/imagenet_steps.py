@@ -122,7 +122,7 @@ class Ours:
             self._batches,
             WARMUP_STEPS + count,
             self.run.objective,
-            self.net.config.training,
+            self.net.settings.training,
             optimizer=self._optimizer,
             where="benchmark",
             seed=0,

@@ -728,7 +728,7 @@ def test_state_round_trip_and_the_same_future() -> None:
     train(net, OPTIMIZERS["sgd"](net.parameters()), 3)
     net.fix(0.3), net.fix(0.6)
     assert any(math.isnan(step.centre) for record in net.records for step in record.steps)
-    twin = restored(net, into=small_net(seed=99, settings=net.config))
+    twin = restored(net, into=small_net(seed=99, settings=net.settings))
     assert_same_state(net, twin)
     assert twin.records[0] is not net.records[0]
     assert type(twin.records[0]) is type(net.records[0])

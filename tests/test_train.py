@@ -45,7 +45,7 @@ def source(loader: Iterable[Any], name: str = "train_loader") -> Source:
 def sgd(net: GaussianNetwork, config: TrainingConfig, momentum: float = 0.0) -> torch.optim.SGD:
     sigma_lr = config.sigma_learning_rate
     if sigma_lr is None:
-        sigma_lr = 0.0 if net.config.training.sigma_learning_rate is None else config.learning_rate
+        sigma_lr = 0.0 if net.settings.training.sigma_learning_rate is None else config.learning_rate
     groups = net.parameter_groups(
         lr=config.learning_rate, sigma_lr=sigma_lr, weight_decay=config.weight_decay
     )

@@ -11,6 +11,7 @@ compressed = net.finish()
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -73,7 +74,7 @@ class GaussianNetwork(Method):
         self._shares = False
         mu = self.layout.gather(model)
         self.free_mu = nn.Parameter(mu)
-        self.free_sigma = nn.Parameter(starting_sigma(mu, self.layout, self.config.posterior))
+        self.free_sigma = nn.Parameter(starting_sigma(mu, self.layout, self.settings.posterior))
         self.register_buffer("fixed", torch.zeros_like(mu, dtype=torch.bool))
         self.register_buffer("fixed_mu", torch.zeros_like(mu))
         self.register_buffer("fixed_sigma", torch.zeros_like(mu))
@@ -94,7 +95,7 @@ class GaussianNetwork(Method):
 
     def start(self, probe: DataProbe) -> None:
         """With ``posterior.init = "tolerance"``, find sigma by the loss on a few batches."""
-        if self.config.posterior.init is SigmaInit.TOLERANCE:
+        if self.settings.posterior.init is SigmaInit.TOLERANCE:
             self.tolerate(probe.loss)
 
     @torch.no_grad()
@@ -115,7 +116,7 @@ class GaussianNetwork(Method):
             self.free_sigma.masked_fill_(~self.fixed, max(sigma, SIGMA_FLOOR))
             return loss()
 
-        found = tolerated_sigma(root_mean_square(self.free_mu), self.config.posterior.tolerance, of)
+        found = tolerated_sigma(root_mean_square(self.free_mu), self.settings.posterior.tolerance, of)
         self.free_sigma.masked_fill_(~self.fixed, max(found, SIGMA_FLOOR))
 
     def weights(self) -> dict[str, Tensor]:
@@ -151,14 +152,14 @@ class GaussianNetwork(Method):
     @property
     def penalty_strength(self) -> float:
         """``posterior.alpha``, or 0 where sigma is not trained."""
-        return 0.0 if self.config.training.sigma_learning_rate is None else self.config.posterior.alpha
+        return 0.0 if self.settings.training.sigma_learning_rate is None else self.settings.posterior.alpha
 
     def penalty(self) -> Tensor:
         """The regulariser, ``alpha * sum_i max(0, S - sigma_i)`` over the free weights (paper, eq. 3).
 
         Zero where sigma is not trained (``training.sigma_learning_rate = "off"``).
         """
-        short = torch.relu(self.config.posterior.cap - self.free_sigma)
+        short = torch.relu(self.settings.posterior.cap - self.free_sigma)
         return self.penalty_strength * short.masked_fill(self.fixed, 0).sum()
 
     def fix(self, fraction: float) -> FixRecord:
@@ -167,7 +168,7 @@ class GaussianNetwork(Method):
         The last fixing also merges rare values where ``fixing.max_codebook_size`` asks for it. The record
         describes the choices before that.
         """
-        before, mask, settings = self.mu.detach(), self.fixed, self.config.fixing
+        before, mask, settings = self.mu.detach(), self.fixed, self.settings.fixing
         check_finite(before, self.layout, "mean of")
         check_finite(self.sigma.detach(), self.layout, "sigma of")
         result = fix_round(
@@ -190,7 +191,7 @@ class GaussianNetwork(Method):
         self.fixed_mu.copy_(torch.where(new, mu, self.fixed_mu))
         self.fixed_sigma.copy_(torch.where(new, sigma, self.fixed_sigma))
         self.fixed.copy_(fixed)
-        most = self.config.fixing.max_codebook_size
+        most = self.settings.fixing.max_codebook_size
         if most is not None and bool(self.fixed.all()):
             self.fixed_mu.copy_(merge_rare(self.fixed_mu, most))
         self.records.append(FixRecord(fraction, int(self.fixed.sum()), steps, tuple(moves)))
@@ -216,8 +217,8 @@ class GaussianNetwork(Method):
         tiny = 2.0**-100
         result = fix_round(
             *(other.mu.detach(), other.sigma, other.fixed, 1.0),
-            rule=self.config.fixing.rule,
-            b=self.config.fixing.grid_exponent,
+            rule=self.settings.fixing.rule,
+            b=self.settings.fixing.grid_exponent,
             delta=tiny,
             sweep=tiny,
         )
@@ -237,7 +238,7 @@ class GaussianNetwork(Method):
         of the gradient's norm in any case, so that runs with and without it are clipped alike.
         """
         if sigma_lr is None:
-            sigma_lr = self.config.training.sigma_learning_rate or 0.0
+            sigma_lr = self.settings.training.sigma_learning_rate or 0.0
         others = [p for p in self.parameters() if p is not self.free_sigma]
         return [
             {"params": others, "lr": lr, "weight_decay": weight_decay},
@@ -256,15 +257,18 @@ class GaussianNetwork(Method):
         self.fixed_mu, self.fixed_sigma = self.free_mu.detach(), self.free_sigma.detach()
         self._shares = True
 
-    def get_extra_state(self) -> list[tuple[Any, ...]]:
-        """The records, as plain tuples that a weights-only load accepts."""
-        return [
+    def get_extra_state(self) -> Tensor:
+        """The records, as JSON in a tensor of bytes: a state dict of tensors alone fits into safetensors."""
+        plain = [
             (r.fraction, r.fixed, [tuple(s) for s in r.steps], [tuple(m) for m in r.moves])
             for r in self.records
         ]
+        return torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)
 
-    def set_extra_state(self, state: list[tuple[Any, ...]]) -> None:
-        """The records again, from what ``get_extra_state`` gave."""
+    def set_extra_state(self, state: Tensor | list[tuple[Any, ...]]) -> None:
+        """The records again, from what ``get_extra_state`` gave; earlier versions gave a list."""
+        if isinstance(state, Tensor):
+            state = json.loads(bytes(state.tolist()))
         self.records = [
             FixRecord(fraction, fixed, tuple(FixStep(*s) for s in steps), tuple(Move(*m) for m in moves))
             for fraction, fixed, steps, moves in state
@@ -280,7 +284,7 @@ class GaussianNetwork(Method):
                 self.free_sigma.clamp_(min=SIGMA_FLOOR)
         if not (self.training if self._noise is None else self._noise):
             return self.mu
-        quiet = self.training and not self.config.posterior.noise_on_fixed
+        quiet = self.training and not self.settings.posterior.noise_on_fixed
         if self._at is not None:
             seed, step = self._at
             return kernels.draw(

@@ -90,7 +90,7 @@ class Method(WeightNetwork):
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config)
-        self.options: Any = check_options(type(self), self.config)
+        self.options: Any = check_options(type(self), self.settings)
 
     def start(self, probe: DataProbe) -> None:
         """Before the first step: starting values that need data."""
@@ -127,7 +127,7 @@ class Method(WeightNetwork):
 
     def own_tensors(self) -> list[Tensor]:
         """The method's own state, without the uncompressed part of the model."""
-        state = {k: v for k, v in self.state_dict().items() if not k.startswith("model.")}
+        state = {k: v for k, v in self.state_dict().items() if not k.startswith(("model.", "_extra_state"))}
         return [value for value in state.values() if isinstance(value, Tensor)]
 
     def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ class FixedNetwork(WeightNetwork):
 
     def __init__(self, net: Method, compressed: Compressed) -> None:
         nn.Module.__init__(self)
-        self.config, self.layout, self._compressed = net.config, net.layout, compressed
+        self.settings, self.layout, self._compressed = net.settings, net.layout, compressed
         self.model = copy.deepcopy(net.model)
         self.model.load_state_dict(compressed.untouched, strict=False)
         self._place(net.training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,10 +28,10 @@ class WeightNetwork(nn.Module):
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__()
-        self.config = config or Config()
-        if not isinstance(self.config, Config):
-            raise ConfigError(f"config is a {type(self.config).__name__}: allowed is a pwfn.Config")
-        self.layout = self.layout_of(model, self.config)
+        self.settings = config or Config()
+        if not isinstance(self.settings, Config):
+            raise ConfigError(f"config is a {type(self.settings).__name__}: allowed is a pwfn.Config")
+        self.layout = self.layout_of(model, self.settings)
         check_finite(self.layout.gather(model), self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
         self._place(model.training)
@@ -60,6 +61,18 @@ class WeightNetwork(nn.Module):
     ) -> Iterator[None]:
         """Within the block: draw weights (``on``) or use the means. No effect without a posterior."""
         yield
+
+    @property
+    def config(self) -> Any:
+        """The ``config`` of the model itself, where it has one: libraries expect it. Ours is ``settings``."""
+        return self.model.config
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the model's own forward takes any keyword; transformers' Trainer then gives one more."""
+        taken = inspect.signature(self.model.forward).parameters.values()
+        any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+        return bool(getattr(self.model, "accepts_loss_kwargs", any_keyword))
 
     @property
     def device(self) -> torch.device:

@@ -56,7 +56,7 @@ class FlatDraw:
             net.fixed_sigma,
             seed=seed,
             step=step,
-            noise_on_fixed=net.config.posterior.noise_on_fixed,
+            noise_on_fixed=net.settings.posterior.noise_on_fixed,
         )
         with net.placed(self.leaves):
             yield
@@ -148,7 +148,7 @@ class _Flat(torch.optim.Optimizer):
         return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, **at), at
 
     def _rates(self) -> dict[str, Any]:
-        posterior, first = self.flat.net.config.posterior, self.param_groups[0]
+        posterior, first = self.flat.net.settings.posterior, self.param_groups[0]
         return {
             "lr": first["lr"],
             "sigma_lr": self.param_groups[1]["lr"],

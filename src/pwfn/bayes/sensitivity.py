@@ -41,8 +41,8 @@ def noisy_loss(
     BatchNorm normalises by the batch, as in training, and keeps its running statistics. Everything else
     is in evaluation mode.
     """
-    seed = seed_from(_STREAM, net.config.seed, distributed.rank)
-    device, precision = distributed.device, net.config.training.precision
+    seed = seed_from(_STREAM, net.settings.seed, distributed.rank)
+    device, precision = distributed.device, net.settings.training.precision
     total = torch.zeros((), dtype=torch.float64, device=device)
     with evaluating(net), _batch_statistics(net):
         for number, batch in enumerate(batches):

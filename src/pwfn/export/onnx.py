@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pwfn.bayes.objective import logits
 from pwfn.errors import PwfnError
 from pwfn.file.compressed import Compressed
 from pwfn.file.storage import replacing
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5
 """Largest accepted difference from torch, relative to the largest output (at least 1)."""
 
+_WRAPPED = "network."  # before the names of a network whose output is an object with logits
 _SMALLEST = 256  # weights; below, two operators cost more bytes than they save
 
 
@@ -70,6 +72,7 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     batches = _test_batches(example)
     wanted = [_output(module, batch) for batch in batches]
     names = {name for e in compressed.layout.entries for name in (e.name, *e.aliases)}
+    names |= {f"{_WRAPPED}{name}" for name in names}
     proto, palettes = _with_palettes(_exported(module, example), names)
     blob: bytes = proto.SerializeToString()
     differences = _differences(blob, batches, wanted)
@@ -82,6 +85,19 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
     return OnnxExport(path, len(blob), palettes, *max(differences))
+
+
+class _Logits(nn.Module):
+    """A network that returns its logits alone, where it returns an object that holds them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        """The logits."""
+        return logits(self.network(x))
 
 
 def _check_packages() -> None:
@@ -106,7 +122,7 @@ def _output(module: nn.Module, batch: Tensor) -> Tensor:
     name = type(module).__name__
     try:
         with torch.no_grad():
-            wanted = module(batch)
+            wanted = logits(module(batch))
     except Exception as error:  # the model is the user's and may raise anything
         shape = "×".join(str(size) for size in batch.shape)
         kind = str(batch.dtype).removeprefix("torch.")
@@ -126,9 +142,10 @@ def _exported(module: nn.Module, example: Tensor) -> onnx.ModelProto:
     # Two examples: with one, the exporter would take the batch for a constant.
     batch = torch.cat((example, example))[:2] if example.shape[0] < 2 else example
     try:
-        with _quiet():
+        with _quiet(), torch.no_grad():
+            exported = module if isinstance(module(batch), Tensor) else _Logits(module)
             program = torch.onnx.export(
-                module,
+                exported,
                 (batch,),
                 dynamo=True,
                 dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),

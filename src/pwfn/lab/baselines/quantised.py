@@ -207,6 +207,7 @@ def chosen_codebooks(net: Method, own: Codebooks, possible: frozenset[Codebooks]
     if wanted not in possible:
         names = ", ".join(f'"{each}"' for each in Codebooks if each in possible)
         raise ConfigError(
-            f'options.codebooks is "{wanted}": {net.config.method} can have {names}, or "method" for its own'
+            f'options.codebooks is "{wanted}": {net.settings.method} can have {names}, or "method" for '
+            "its own"
         )
     return wanted
