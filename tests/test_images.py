@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
+from pwfn.config import Config
 from pwfn.errors import DataError
+from pwfn.lab.uncertainty.file import evaluated
+from pwfn.report.page import page
+from pwfn.report.reading import read_run
+from pwfn.run.folder import run
+from pwfn.run.options import RunOptions, TrustOptions
 from pwfn.zoo import images
 from pwfn.zoo.data import Data, DataOptions, open_source
+from pwfn.zoo.models import create
 
 OPTIONS = DataOptions((0.5,) * 3, (0.25,) * 3, image_size=8, batch_size=4, workers=0)
 
@@ -164,3 +174,76 @@ def test_a_labelled_folder_without_training_images_can_be_tested_on(tmp_path: Pa
     # The number of a class is its place among the folders: with one missing, others would be wrong.
     with pytest.raises(DataError, match=r"3 class folders and the model has 4 classes"):
         data.check_labels(4)
+
+
+SHORT = {
+    "schedule.fractions": [0.5, 1.0],
+    "schedule.epochs_per_round": 1.0,
+    "finish.polish_epochs": 0.0,
+    "finish.reestimate_epochs": 0.0,
+    "target.max_drop": 99.0,  # points of agreement; so that states are kept
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures without labels, labelled ones, weights, and a run on the former."""
+    place = tmp_path_factory.mktemp("place")
+    random = np.random.default_rng(0)
+    for name in [f"bare/{n:02}.png" for n in range(20)] + [f"labelled/{n}/x.png" for n in range(10)]:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(place / name)
+    save_file(create("cifar_resnet20").state_dict(), place / "weights.safetensors")
+    run(options(place), Config().override(SHORT))
+    return place
+
+
+def options(place: Path, out: str = "run", **others: Any) -> RunOptions:
+    spec, weights = f"images:{place}/bare", str(place / "weights.safetensors")
+    return RunOptions(
+        *("cifar_resnet20", spec, place / out, weights), device="cpu", batch_size=8, workers=0, **others
+    )
+
+
+def scored(place: Path, data: str, **asked: Any) -> tuple[dict[str, Any], str]:
+    how = RunOptions("", f"{data.format(place)}", place / "run", "", device="cpu", workers=0)
+    facts, lines = evaluated(place / "run" / "model.pwfn", how, TrustOptions(**asked))
+    return facts, "\n".join(lines)
+
+
+def test_a_run_without_labels_is_measured_by_agreement(place: Path) -> None:
+    record = json.loads((place / "run" / "record.json").read_text())
+    assert record["before"] == {"loss": 0.0, "metric": 1.0, "examples": 4, "of": "agreement"}
+    assert record["after"]["of"] == "agreement"
+    # The same figures from the file, the original weights and the same images.
+    facts, text = scored(place, "images:{}/bare", original=str(place / "weights.safetensors"))
+    assert facts["after"] == record["after"]
+    assert f"agreement {record['after']['metric']:.2%}" in text
+    assert "accuracy" not in text
+
+
+def test_its_report_says_agreement(place: Path) -> None:
+    found = read_run(place / "run")
+    assert (found.measure, found.before) == ("agreement", None)
+    assert f"agreement {found.after:.2%} with the original network" in page([found])
+    assert "Accuracy" not in page([found])
+    assert "of accuracy" not in page([found])
+
+
+def test_without_labels_evaluation_needs_the_original_weights(place: Path) -> None:
+    with pytest.raises(DataError, match="--weights"):
+        scored(place, "images:{}/bare")
+    with pytest.raises(DataError, match="--samples"):
+        scored(place, "images:{}/bare", samples=2)
+
+
+def test_labelled_images_give_accuracy(place: Path) -> None:
+    facts, _ = scored(place, "imagefolder:{}/labelled")
+    assert facts["after"]["examples"] == 10
+    assert "of" not in facts["after"]
+    result = run(options(place, "other", eval_data=f"imagefolder:{place}/labelled"), Config().override(SHORT))
+    assert result.after is not None
+    assert result.after.examples == 10
+    assert not result.after.agreement
+    record = json.loads((place / "other" / "record.json").read_text())
+    assert record["asked"]["eval_data"] == f"imagefolder:{place}/labelled"

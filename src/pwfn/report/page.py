@@ -17,7 +17,7 @@ from pwfn.lab.costs import MOST_TERMS, Cost, Storage, cost_sheet
 from pwfn.report import formats
 from pwfn.report.figures import figures, sigma, style
 from pwfn.report.figures.accuracy import reliability
-from pwfn.report.reading import MODEL, UNCERTAINTY, Round, RunData, names
+from pwfn.report.reading import MODEL, UNCERTAINTY, Round, RunData, measure, names
 from pwfn.report.repeat import Settings, compress_command, load_code
 from pwfn.run.resolve import network_of
 from pwfn.version import __version__
@@ -44,9 +44,9 @@ FORMATS = {
 def page(runs: Sequence[RunData]) -> str:
     """The page of one run, or of several side by side; the same runs give the same bytes."""
     views = [view(run, name, n) for n, (run, name) in enumerate(zip(runs, names(runs), strict=True), 1)]
-    drawn = figures(runs)
+    drawn, measured = figures(runs), measure(runs).capitalize()
     sections = {
-        "accuracy": "Accuracy against size" if len(runs) == 1 else "Side by side",
+        "accuracy": f"{measured} against size" if len(runs) == 1 else "Side by side",
         "load": "Load the file",
         "making": "How it was made",
         "figures": "Figures",
@@ -67,6 +67,7 @@ def page(runs: Sequence[RunData]) -> str:
     return _render(
         title=runs[0].model if len(runs) == 1 else f"{len(runs)} runs",
         runs=views,
+        measure=measured,
         changed=sorted({each.name for v in views for each in v["settings"].changed}),
         sections=sections,
         figures=drawn,
@@ -137,7 +138,9 @@ def verdict(run: RunData) -> str:
 
 
 def change(run: RunData) -> str:
-    """What became of the accuracy, in points."""
+    """What became of the accuracy, in points, or how far the network agrees with the original."""
+    if run.measure == "agreement" and run.after is not None:
+        return f"agreement {run.after:.2%} with the original network"
     if run.points_lost is None:
         return "accuracy not measured" if run.after is None else "accuracy before not measured"
     points = f"{abs(run.points_lost):.2f}"

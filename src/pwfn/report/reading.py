@@ -79,9 +79,9 @@ class RunData:
     batch_size: int | None
     machine: Mapping[str, Any]
     settings: Mapping[str, Any]  # by section, as recorded, possibly by another version
-    before: float | None  # accuracy, a share
-    after: float | None
-    examples: int | None  # that the accuracy was measured on
+    before: float | None  # accuracy, a share; None for agreement, which the original has with itself
+    after: float | None  # accuracy, or agreement with the original network
+    examples: int | None  # that it was measured on
     rounds: tuple[Round, ...]
     states: tuple[Round, ...]
     compressed: Compressed
@@ -96,6 +96,11 @@ class RunData:
     def summary(self) -> Summary:
         """Entropy and counts of its values."""
         return summarise(self.compressed.layout, self.compressed.values())
+
+    @property
+    def measure(self) -> str:
+        """What the scores are: "accuracy", or "agreement" with the original network without labels."""
+        return "agreement" if (self.record.get("after") or {}).get("of") == "agreement" else "accuracy"
 
     @property
     def points_lost(self) -> float | None:
@@ -144,7 +149,7 @@ def read_run(folder: str | Path) -> RunData:
             batch_size=(identity.get("data") or {}).get("batch_size"),
             machine=dict(record.get("machine") or {}),
             settings=dict(identity["settings"]),
-            before=_metric(record.get("before") or {}),
+            before=None if after.get("of") == "agreement" else _metric(record.get("before") or {}),
             after=_metric(after),
             examples=int(after["examples"]) if after.get("examples") else None,
             rounds=tuple(map(_round, record.get("rounds") or ())),
@@ -184,6 +189,11 @@ def names(runs: Sequence[RunData]) -> list[str]:
     if len(set(found)) == len(found):
         return found
     return [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
+
+
+def measure(runs: Sequence[RunData]) -> str:
+    """What the scores of all these runs are."""
+    return " or ".join(sorted({run.measure for run in runs}))
 
 
 def quantile(histogram: Histogram, share: float) -> float:

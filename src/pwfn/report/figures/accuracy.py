@@ -10,7 +10,7 @@ from pwfn.evaluate.targets import pareto
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, SERIES, Figure
 from pwfn.report.formats import short, size, thousands
-from pwfn.report.reading import RunData
+from pwfn.report.reading import RunData, measure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
@@ -21,6 +21,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
     scored = [(run, name, run.after) for run, name in zip(runs, names, strict=True) if run.after is not None]
     if not scored:
         return None
+    what = measure([run for run, *_ in scored])
     points = [(after, run.file.file_bytes) for run, _, after in scored]
     best = pareto(points)
     originals = {(run.file.fp32_bytes, run.before) for run, *_ in scored if run.before is not None}
@@ -55,7 +56,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         panel.set(xscale="log", xlabel="bytes")
         panel.margins(x=0.12, y=0.12)
         style.logarithmic(panel.xaxis, thousands)
-        style.accuracy_axis(panel)
+        style.accuracy_axis(panel, what)
         sheet.legend(loc="outside right upper")
 
     told = [
@@ -64,10 +65,10 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         if on
     ]
     before = [f"before compression {b:.2%} at {size(n)} in fp32" for n, b in sorted(originals)]
-    several = f"Of {len(scored)} runs, those that no other beats in both accuracy and size: "
+    several = f"Of {len(scored)} runs, those that no other beats in both {what} and size: "
     return Figure(
         key="accuracy",
-        title="Accuracy against size",
+        title=f"{what.capitalize()} against size",
         how_to_read="Up and to the left is better."
         + (" The dashed line joins the runs that no other beats in both." if len(scored) > 1 else "")
         + (" Small dots are the network as it would have been after each round." if states else ""),

@@ -158,13 +158,13 @@ def dots(axes: Axes, x: Sequence[float], y: Sequence[float], color: str, size: f
     strokes(axes, x, y, ends, color=color, **look)
 
 
-def accuracy_axis(axes: Axes) -> None:
+def accuracy_axis(axes: Axes, measure: str) -> None:
     """Label the y axis in percent and span at least two points, so that one image is no cliff."""
     low, high = axes.get_ylim()
     middle, half = (low + high) / 2, max(high - low, 2.0) / 2
     high = min(middle + half, 100 + 0.1 * half)
     axes.set_ylim(high - 2 * half, high)
-    axes.set_ylabel("accuracy, %")
+    axes.set_ylabel(f"{measure}, %")
 
 
 def whole_numbers(axis: Any, most: int = 10) -> None:

@@ -10,7 +10,7 @@ from pwfn.fixing.unique import unique_counts
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
 from pwfn.report.formats import short, shown, thousands
-from pwfn.report.reading import Move, RunData
+from pwfn.report.reading import Move, RunData, measure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
@@ -21,6 +21,7 @@ def by_round(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None:
     if not any(run.rounds for run in runs):
         return None
     several = len(runs) > 1
+    what = measure(runs)
     has_accuracy = any(math.isfinite(done.accuracy) for run in runs for done in run.rounds)
 
     def draw(sheet: Sheet) -> None:
@@ -46,13 +47,13 @@ def by_round(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None:
         panels[-1].set_ylabel("bits per weight")
         panels[-1].set_ylim(bottom=0)
         if has_accuracy:
-            panels[0].set_title("Accuracy")
-            style.accuracy_axis(panels[0])
+            panels[0].set_title(what.capitalize())
+            style.accuracy_axis(panels[0], what)
         if several:
             handles = panels[-1].get_legend_handles_labels()
             sheet.legend(*handles, loc="outside lower center", ncols=min(len(runs), 3))
 
-    header = ("round", "fixed", "accuracy", "entropy, bits per weight", "unique values")
+    header = ("round", "fixed", what, "entropy, bits per weight", "unique values")
     rows = tuple(
         (
             *((name,) if several else ()),
@@ -66,14 +67,14 @@ def by_round(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None:
         for done in run.rounds
     )
     told = [
-        f"{f'{name}: ' if several else ''}{len(run.rounds)} rounds, accuracy {shown(run.before, '.2%')} "
+        f"{f'{name}: ' if several else ''}{len(run.rounds)} rounds, {run.measure} {shown(run.before, '.2%')} "
         f"before and {shown(run.after, '.2%')} in the finished file, entropy "
         f"{run.file.entropy_bits:.2f} bits per weight at the end"
         for run, name in zip(runs, names, strict=True)
     ]
     return Figure(
         key="rounds",
-        title="Accuracy and entropy by round",
+        title=f"{what.capitalize()} and entropy by round",
         how_to_read="Each mark is the network after a round, its weights without noise. The dashed line is "
         "the network before compression. Entropy counts only the weights that are fixed by then.",
         alt="; ".join(told) + ".",
