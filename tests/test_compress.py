@@ -425,12 +425,13 @@ def test_the_original_teaches_on_unlabelled_data() -> None:
     assert result.before is not None
     assert result.after is not None
     assert result.before.loss == 0  # the divergence of the original from itself
-    assert result.before.metric is None
+    assert result.before.metric == 1  # without labels: agreement with itself
     assert 0 < result.after.loss < 0.2
     model = result.model()
     with torch.no_grad():
         agreeing = [made.model(x).argmax(1) == model(x).argmax(1) for x, _ in made.val]
-    assert torch.cat(agreeing).double().mean() > 0.92
+    assert result.after.metric == torch.cat(agreeing).double().mean() > 0.92
+    assert f"agreement {result.after.metric:.2%}" in str(result)
     # With labelled data the labels go unread in training, but accuracy is told.
     scored = compress(made.model, made.train, made.val, SHORT, distill=True)
     assert torch.equal(scored.compressed.values(), result.compressed.values())

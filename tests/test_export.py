@@ -264,7 +264,7 @@ def branching(x: Tensor) -> Tensor:
     ("forward", "words"),
     [
         (lambda x: (x, x), "^Odd returns a tuple"),
-        (lambda x: {"logits": x}, "^Odd returns a dict"),
+        (lambda x: {"boxes": x}, "^Odd returns a dict"),
         (lambda x: x[:, :0], "^Odd returns an empty tensor"),
         (lambda x: -x if len(x) == 1 else x, "^torch can export Odd for batches of 2 only"),
         (lambda x: x.view(2, 4, 5), r"^Odd cannot run on an input of shape 3×20 and type float32: .*'\[2, 4"),
@@ -529,7 +529,7 @@ def test_a_file_may_not_choose_code_to_run(digits: Path, tmp_path: Path) -> None
         ({"to": "onnx", "dtype": "bf16"}, "dtype 'bf16' is for safetensors and torch"),
         ({"to": "torch", "model": "resnet18"}, "--model and --input-shape are for onnx"),
         ({"to": "torch", "input_shape": "1,8,8"}, "--model and --input-shape are for onnx"),
-        ({"to": "onnx", "model": "resnet19"}, "model 'resnet19' is not known to pwfn or timm"),
+        ({"to": "onnx", "model": "resnet19"}, "model 'resnet19' is not known to pwfn, timm or torchvision"),
         ({"to": "onnx", "model": "cifar_resnet20"}, "the model does not match: conv1.weight is 16×3×3×3"),
         ({"to": "onnx", "input_shape": "1,eight,8"}, "input shape '1,eight,8' is not a list of whole"),
         ({"to": "onnx", "input_shape": "1,0,8"}, "input shape '1,0,8' is not a list of whole numbers"),

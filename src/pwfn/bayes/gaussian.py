@@ -265,13 +265,11 @@ class GaussianNetwork(Method):
         ]
         return torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)
 
-    def set_extra_state(self, state: Tensor | list[tuple[Any, ...]]) -> None:
-        """The records again, from what ``get_extra_state`` gave; earlier versions gave a list."""
-        if isinstance(state, Tensor):
-            state = json.loads(bytes(state.tolist()))
+    def set_extra_state(self, state: Tensor) -> None:
+        """The records again, from what ``get_extra_state`` gave."""
         self.records = [
             FixRecord(fraction, fixed, tuple(FixStep(*s) for s in steps), tuple(Move(*m) for m in moves))
-            for fraction, fixed, steps, moves in state
+            for fraction, fixed, steps, moves in json.loads(bytes(state.tolist()))
         ]
 
     def _vector(self) -> Tensor:

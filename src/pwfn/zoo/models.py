@@ -101,7 +101,7 @@ def timm_model(name: str, **options: Any) -> nn.Module:
         near = _near(name, list(OWN), cutoff=0.8)
         raise PwfnError(f"model {name!r} needs timm: pip install 'pwfn[timm]'{near}") from error
     if not timm.is_model(name):
-        near = _near(name, [*OWN, *timm.list_models(), *_torchvision_names()])
+        near = _near(name, list({**OWN, **dict.fromkeys([*timm.list_models(), *_torchvision_names()])}))
         raise PwfnError(
             f"model {name!r} is not known to pwfn, timm or torchvision{near or ': see timm.list_models()'}"
         )
