@@ -404,7 +404,7 @@ def job_noise(distributed: Processes) -> Any:
 class Printed(View):
     """Prints the title and a word per round."""
 
-    def begin(self, title: str, done: Any = (), *, accuracy: bool = True) -> None:
+    def begin(self, title: str, done: Any = (), *, metric: str = "accuracy") -> None:
         print(title, flush=True)
 
     def round(self, done: Round) -> None:
