@@ -42,6 +42,60 @@ class Objective:
             raise DataError(f"{where} has no target: give (input, target) batches, or distill=True")
         return _compared(self.loss_fn, output, batch.target, where)
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the loss compares classes along axis 1."""
+        return self.loss_fn is divergence or self._ignored is not None
+
+    def check_labels(self, output: Any, batch: Batch, where: str) -> None:
+        """Raise an error for a label that is none of the network's outputs.
+
+        On a GPU, cross entropy would end the process. Reading a label waits for the device.
+        """
+        labels, ignored = batch.target, self._ignored
+        if self.teacher is not None or ignored is None or not is_logits(output):
+            return
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return
+        outputs = output.shape[1]
+        outside = labels[((labels < 0) | (labels >= outputs)) & (labels != ignored)]
+        if outside.numel():
+            raise DataError(
+                f"{where}: label {int(outside[0])} is out of range, because the network has {outputs:,} "
+                f"outputs (allowed is 0 to {outputs - 1}): use a network with more outputs, or other labels"
+            )
+
+    def check_classes(self, loader: Any, output: Any, where: str) -> None:
+        """Raise an error if a loader's data set has more classes than the network has outputs.
+
+        The first batches of sorted data would not show it. torchvision's data sets have ``classes``.
+        """
+        dataset = getattr(loader, "dataset", None)
+        while dataset is not None and not hasattr(dataset, "classes"):
+            dataset = getattr(dataset, "dataset", None)  # a Subset has it inside
+        classes = getattr(dataset, "classes", None)
+        if self.teacher is not None or self._ignored is None or not is_logits(output):
+            return
+        if isinstance(classes, (list, tuple)) and len(classes) > output.shape[1]:
+            raise DataError(
+                f"{where}: the data set has {len(classes):,} classes and the network {output.shape[1]:,} "
+                "outputs: use a network with more outputs, or other data"
+            )
+
+    @property
+    def _ignored(self) -> int | None:
+        """The label that a cross entropy leaves out; None for another loss."""
+        if isinstance(self.loss_fn, nn.CrossEntropyLoss):
+            return self.loss_fn.ignore_index
+        return -100 if self.loss_fn is F.cross_entropy else None
+
+
+def is_logits(output: Any) -> bool:
+    """Whether an output has one number per class, along axis 1."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return False
+    return output.dim() > 1 and output.shape[1] > 1
+
 
 def _compared(compare: LossFn, output: Any, target: Any, where: str) -> Tensor:
     try:

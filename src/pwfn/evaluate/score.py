@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,9 @@ from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.objective import LossFn, Objective, autocast, evaluating, largest_that_fits
 from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
+from pwfn.evaluate.answers import AnswerCounter, Answers
+
+_FIRST_BATCHES = 4  # whose labels are compared with the network's outputs
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Scores:
     loss: float  # the run's objective
     metric: float | None  # accuracy, 0 to 1, for classifiers; None where there is no metric
     examples: int
+    answers: Answers | None = field(default=None, compare=False, repr=False)  # of a classifier
 
     def __str__(self) -> str:
         of = f"{self.examples:,} examples (loss {self.loss:.4g})"
@@ -128,6 +132,8 @@ def mean_scores(
     """
     totals = torch.zeros(2, dtype=torch.float64, device=source.device)
     examples = scored = 0
+    distributed = distributed or Distributed(source.device)
+    counter, counted = AnswerCounter(), metric is accuracy or objective.classifies
     with evaluating(model), full_float32(precision is Precision.FP32):
         for number, batch in enumerate(source.batches(), 1):
             if before_batch is not None:
@@ -135,6 +141,11 @@ def mean_scores(
             where = f"{source.name}, batch {number}"
             with autocast(source.device, precision):
                 output = _output(model, batch, where)
+                if number <= _FIRST_BATCHES:
+                    objective.check_classes(source.loader, output, source.name)
+                    objective.check_labels(output, batch, where)
+                if counted:
+                    counter.add(output, batch.target)
                 totals[0] += objective.of_output(output, batch, where).double() * batch.size
                 if metric is not None and batch.target is not None:
                     totals[1] += _score(metric, output, batch.target, where) * batch.size
@@ -146,11 +157,10 @@ def mean_scores(
             "can be iterated again and again"
         )
     counts = totals.new_tensor([examples, scored])
-    loss, score, *counted = (
-        (distributed or Distributed(source.device)).total(torch.cat((totals, counts))).tolist()
-    )
-    examples, scored = map(int, counted)
-    return Scores(loss / examples, score / scored if scored else None, examples)
+    loss, score, *sizes = distributed.total(torch.cat((totals, counts))).tolist()
+    examples, scored = map(int, sizes)
+    answers = counter.result(distributed) if counted else None
+    return Scores(loss / examples, score / scored if scored else None, examples, answers)
 
 
 def _output(model: nn.Module, batch: Batch, where: str) -> Any:
