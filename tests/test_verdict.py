@@ -1,4 +1,4 @@
-"""Guards: labels without an output, a start near chance, few steps, a ruined result; sound runs are silent."""
+"""Guards: labels without an output, a start near chance, few steps, a ruined result; sound runs pass."""
 
 from __future__ import annotations
 
