@@ -327,6 +327,7 @@ def test_the_demo_keeps_its_accuracy_in_a_tenth_of_the_bytes(demo_folder: Path) 
     assert facts["after"]["metric"] >= 0.95
     assert [done["fraction"] for done in facts["rounds"]] == list(pwfn.PAPER_FRACTIONS)
     assert facts["file_bytes"] < facts["fp32_bytes"] / 10
+    assert facts["warnings"] == []
     printed = (demo_folder.parent / "printed").read_text()
     assert f"{facts['file_bytes']:,} bytes" in printed
     heads = next(line for line in printed.splitlines() if line.split()[:1] == ["round"])

@@ -289,7 +289,7 @@ def test_layers_left_out_are_not_compressed() -> None:
     assert (found.by_order, found.uncompressed) == ((expected,), 40)
 
 
-@pytest.mark.parametrize("name", ["cifar_resnet20", "cifar_vit_tiny", "digits_resnet"])
+@pytest.mark.parametrize("name", ["cifar_resnet20", "cifar_vgg16", "cifar_vit_tiny", "digits_resnet"])
 def test_a_whole_network_is_as_torch_counts_it(name: str) -> None:
     model = OWN[name]()
     example = torch.randn(1, 1, 8, 8) if name == "digits_resnet" else torch.randn(1, 3, 32, 32)

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections import OrderedDict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pwfn import FileError, GaussianNetwork, Layout, PwfnError
 from pwfn.zoo.models import (
     DataConfig,
     SmallResNet,
+    SmallVGG,
     VisionTransformer,
     create,
     data_config,
@@ -52,6 +54,7 @@ def weights(blocks: int, channels: int, image_channels: int, classes: int = 10) 
         ("cifar_resnet56", weights(9, 16, 3)),
         ("digits_resnet", weights(1, 16, 1)),
         ("cifar_resnet18", 11_164_362),
+        ("cifar_vgg16", 14_715_594),
         ("cifar_vit_tiny", 9 * (12 * 192 * 192 + 9 * 192) + 49 * 192 + 193 * 10),
     ],
 )
@@ -79,6 +82,20 @@ def test_the_sizes_are_those_that_were_published() -> None:
     assert 9 * 3 * 64 + stages + projections + 512 * 10 + 10 == 11_164_362
     batchnorm = sum(p.numel() for p in create("cifar_resnet18").parameters()) - 11_164_362
     assert batchnorm == 9_600
+    widths = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
+    assert sum(9 * a * b for a, b in pairwise(widths)) + 512 * 10 + 10 == 14_715_594
+
+
+def test_a_vgg_halves_the_image_after_every_stage() -> None:
+    model = SmallVGG(stages=((2, 3), (5,)), classes=4, image_channels=1).eval()
+    x = torch.randn(2, 1, 8, 8)
+    y = x
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    for convolution, pooled in zip(convolutions, (False, True, True), strict=True):
+        y = torch.relu(convolution(y) * (1 + 1e-5) ** -0.5)  # BatchNorm before any training
+        y = nn.functional.max_pool2d(y, 2) if pooled else y
+    assert y.shape == (2, 5, 2, 2)
+    torch.testing.assert_close(model(x), model.linear(y.mean((2, 3))))
 
 
 @pytest.mark.parametrize("project", [False, True])

@@ -178,7 +178,7 @@ def compress(
     epilog="Example: pwfn train --model cifar_resnet18 --data npz:cifar10.npz --out resnet18.safetensors"
 )
 def train(
-    model: Annotated[str, _option(DATA, "cifar_resnet18, cifar_resnet20, cifar_resnet56 or cifar_vit_tiny.")],
+    model: Annotated[str, _option(DATA, "cifar_resnet18, cifar_resnet20, cifar_vgg16, cifar_vit_tiny, …")],
     data: Source,
     out: Annotated[Path, _option(RUN, "File for the weights, safetensors.")],
     epochs: Annotated[int | None, _option(SETTINGS, "Instead of the recipe's.", min=1)] = None,

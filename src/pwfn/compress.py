@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from pwfn.bayes.batches import Source
@@ -28,10 +28,11 @@ from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.evaluate.targets import State, check_target, choose, meets
+from pwfn.evaluate.verdict import doubts, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps, loads
-from pwfn.progress import Keep, Progress, Round, StepEvent
+from pwfn.progress import Keep, Progress, Round, StepEvent, on_cpu
 from pwfn.result import Result
 
 POLISH_LEARNING_RATE = 1e-3
@@ -84,7 +85,7 @@ def compress(
 
     The same seed on the same machine with the same number of threads gives the same bits. Random states
     are restored afterwards. An error or an interrupt in the run carries what was reached as
-    ``error.progress``.
+    ``error.progress``. What looks wrong is logged as soon as it is known, and is in ``result.warnings``.
 
     With several processes each makes the same call with its own share of the data: a step averages their
     gradients, each draws its own noise, and their weights are compared after every round.
@@ -179,16 +180,17 @@ class Run:
         if self.config.finish.shrinks:  # what cannot be done is said now, not after all the work
             shrink_uncompressed(copy.deepcopy(self.net.model), self.config.finish)
         before = self.scores(self.original, Precision.FP32)
+        warnings = warn(doubts(before, self.phase_steps()), self.distributed)
         self.start_network(self.net)
         start = trace.at_start(self.net.layout, self.net.state())
-        self.progress = replace(self.progress, before=before, start=start)
+        self.progress = replace(self.progress, before=before, start=start, warnings=warnings)
 
     def start_network(self, net: Method) -> None:
         """Starting values that need data; the run's own pass over the data is not advanced."""
         with torch.no_grad():
             net.start(probe(net, self.train, self.scored, self.distributed))
         if self.distributed.world > 1:  # each has seen its own batches: all start as the first does
-            net.load_state_dict(self.distributed.first(lambda: _on_cpu(net.state_dict())))
+            net.load_state_dict(self.distributed.first(lambda: on_cpu(net.state_dict())))
 
     def _round(self, number: int, phase: Phase) -> None:
         """Train, fix, score; then the progress changes at once."""
@@ -265,7 +267,7 @@ class Run:
             if number >= self.progress.finished:
                 if wanted:
                     step(net)
-                uncompressed = _on_cpu(net.model.state_dict())
+                uncompressed = on_cpu(net.model.state_dict())
                 self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
         return self._result(net.finish())
 
@@ -314,6 +316,7 @@ class Run:
             states=progress.states,
             choice=progress.choice,
             target_met=met,
+            warnings=warn(ruin(progress.before, after), self.distributed) + progress.warnings,
             _original=self.original,
         )
 
@@ -366,12 +369,12 @@ class Run:
     def _in_phase(self, net: Method | FixedNetwork, phase: PhaseState) -> Progress:
         """The progress in the middle of a phase."""
         if isinstance(net, FixedNetwork):
-            return self._now(uncompressed=_on_cpu(net.model.state_dict()), phase=phase)
-        return self._now(network=_on_cpu(net.state_dict()), phase=phase)
+            return self._now(uncompressed=on_cpu(net.model.state_dict()), phase=phase)
+        return self._now(network=on_cpu(net.state_dict()), phase=phase)
 
     def _advance(self, **changes: Any) -> None:
         """The progress between two phases."""
-        self.progress = self._now(network=_on_cpu(self.net.state_dict()), phase=None, **changes)
+        self.progress = self._now(network=on_cpu(self.net.state_dict()), phase=None, **changes)
 
     def _now(self, **changes: Any) -> Progress:
         return replace(
@@ -408,13 +411,6 @@ class Run:
             distributed=self.distributed,
             before_batch=before_batch,
         )
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in state.items()
-    }
 
 
 def _device_of(model: nn.Module) -> torch.device:

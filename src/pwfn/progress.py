@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.method import Method
@@ -92,6 +93,7 @@ class Progress:
     phase: PhaseState | None = None  # in the middle of a training phase
     seconds: float = 0.0  # of work so far, in all processes that resumed it
     start: Trace | None = None  # the network before any training
+    warnings: tuple[str, ...] = ()  # what looked wrong before any training
 
     def __repr__(self) -> str:
         step = f", step {self.phase.step}" if self.phase else ""
@@ -120,6 +122,14 @@ class Progress:
                 "the progress does not fit the model: it belongs to another network, or to other "
                 "layout.include and layout.exclude"
             ) from error
+
+
+def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict, with its tensors on the CPU."""
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
 
 
 Keep = Callable[[Callable[[], Progress], bool], None]

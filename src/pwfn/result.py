@@ -16,6 +16,7 @@ from pwfn.evaluate.entropy import Summary
 from pwfn.evaluate.inspect import fp32_bytes
 from pwfn.evaluate.score import Scores
 from pwfn.evaluate.targets import Choice, State
+from pwfn.evaluate.verdict import ruin
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import dumps
 from pwfn.progress import Round
@@ -39,6 +40,7 @@ class Result:
     choice: Choice | None = None  # of one of them
     target_met: bool | None = None  # by the figures at the end
     saved_bytes: int | None = None  # of the file of a run in a folder
+    warnings: tuple[str, ...] = ()  # what looks wrong, in one sentence each; empty for a healthy run
 
     def save(
         self, path: str | Path, *, posterior: str | None = None, record: Mapping[str, Any] | None = None
@@ -55,6 +57,11 @@ class Result:
         """Size of the .pwfn file."""
         return len(dumps(self.compressed)) if self.saved_bytes is None else self.saved_bytes
 
+    @property
+    def ruined(self) -> str:
+        """Why the result is useless, in one sentence; empty if it is not."""
+        return " ".join(ruin(self.before, self.after))
+
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values: the content of ``record.json`` and of ``pwfn compress --json``."""
         return {
@@ -65,6 +72,8 @@ class Result:
             "fp32_bytes": fp32_bytes(self.compressed),
             "epochs": self.epochs,
             "seconds": self.seconds,
+            "warnings": list(self.warnings),
+            "ruined": self.ruined,
             **({"choice": asdict(self.choice), "target_met": self.target_met} if self.choice else {}),
             "rounds": [done.to_dict() for done in self.rounds],
             "states": [state.to_dict() for state in self.states],
@@ -72,8 +81,9 @@ class Result:
 
     def verdict(self) -> str:
         """The outcome in one sentence."""
-        if self.target_met is not None:
-            return "the target was met" if self.target_met else "the target was missed"
+        target = "" if self.target_met is None else f"the target was {'met' if self.target_met else 'missed'}"
+        if self.ruined or target:
+            return "; ".join(filter(None, (self.ruined, target)))
         if self.before is None or self.after is None:
             return "accuracy was not measured: there was no validation data"
         if self.before.metric is None or self.after.metric is None:
@@ -86,7 +96,8 @@ class Result:
     def facts(self) -> dict[str, str]:
         """What :func:`print` shows, line by line."""
         whole, original = self.summary.whole, fp32_bytes(self.compressed)
-        lines = {}
+        # The size of a ruined network is no achievement: what became of it comes first.
+        lines = {"verdict": self.verdict()} if self.ruined else {}
         if self.before is not None and self.after is not None:
             if not self.after.agreement:  # the original agrees with itself
                 lines["before"] = str(self.before)
@@ -94,6 +105,8 @@ class Result:
         ratio = original / self.file_bytes
         size = f"{ratio:.1f} times smaller than" if ratio > 1 else "no smaller than"
         lines["file"] = f"{self.file_bytes:,} bytes, {size} fp32 ({original:,})"
+        if self.ruined:
+            lines["file"] = f"{self.file_bytes:,} bytes (fp32: {original:,})"
         lines["weights"] = f"{whole.weights:,} in {len(self.compressed.layout.entries)} tensors"
         lines["values"] = f"{whole.unique}, with {whole.entropy_bits:.2f} bits of entropy per weight"
         lines["powers of two"] = f"{whole.power_of_two_share:.1%} (zeros, {whole.zero_share:.1%}, included)"
@@ -101,6 +114,8 @@ class Result:
         if self.choice is not None:
             lines["kept"] = self.choice.why
         lines["verdict"] = self.verdict()
+        for number, sentence in enumerate(self.warnings, 1):
+            lines["WARNING" if number == 1 else f"WARNING {number}"] = sentence
         return lines
 
     def __str__(self) -> str:

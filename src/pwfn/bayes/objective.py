@@ -60,6 +60,60 @@ class Objective:
             raise DataError(f"{where}: the loss is not a single number: reduce it to its mean")
         return loss.reshape(())
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the loss compares classes along axis 1."""
+        return self.loss_fn is divergence or self._ignored is not None
+
+    def check_labels(self, output: Any, batch: Batch, where: str) -> None:
+        """Raise an error for a label that is none of the network's outputs.
+
+        On a GPU, cross entropy would end the process. Reading a label waits for the device.
+        """
+        labels, ignored, output = batch.target, self._ignored, class_scores(output)
+        if self.teacher is not None or ignored is None or not is_logits(output):
+            return
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return
+        outputs = output.shape[1]
+        outside = labels[((labels < 0) | (labels >= outputs)) & (labels != ignored)]
+        if outside.numel():
+            raise DataError(
+                f"{where}: label {int(outside[0])} is out of range, because the network has {outputs:,} "
+                f"outputs (allowed is 0 to {outputs - 1}): use a network with more outputs, or other labels"
+            )
+
+    def check_classes(self, loader: Any, output: Any, where: str) -> None:
+        """Raise an error if a loader's data set has more classes than the network has outputs.
+
+        The first batches of sorted data would not show it. torchvision's data sets have ``classes``.
+        """
+        dataset, output = getattr(loader, "dataset", None), class_scores(output)
+        while dataset is not None and not hasattr(dataset, "classes"):
+            dataset = getattr(dataset, "dataset", None)  # a Subset has it inside
+        classes = getattr(dataset, "classes", None)
+        if self.teacher is not None or self._ignored is None or not is_logits(output):
+            return
+        if isinstance(classes, (list, tuple)) and len(classes) > output.shape[1]:
+            raise DataError(
+                f"{where}: the data set has {len(classes):,} classes and the network {output.shape[1]:,} "
+                "outputs: use a network with more outputs, or other data"
+            )
+
+    @property
+    def _ignored(self) -> int | None:
+        """The label that a cross entropy leaves out; None for another loss."""
+        if isinstance(self.loss_fn, nn.CrossEntropyLoss):
+            return self.loss_fn.ignore_index
+        return -100 if self.loss_fn is F.cross_entropy else None
+
+
+def is_logits(output: Any) -> bool:
+    """Whether an output has one number per class, along axis 1."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return False
+    return output.dim() > 1 and output.shape[1] > 1
+
 
 def logits(output: Any) -> Any:
     """The ``logits`` of an output that is an object or a mapping (Hugging Face); any other output itself.
@@ -73,22 +127,29 @@ def logits(output: Any) -> Any:
     return found if isinstance(found, Tensor) else output
 
 
+def class_scores(output: Any) -> Any:
+    """As :func:`logits`, with the classes along axis 1, where cross entropy and we expect them.
+
+    Hugging Face has the classes of a sequence in the last axis, examples × tokens × classes.
+
+    >>> class_scores({"logits": torch.zeros(2, 7, 3)}).shape
+    torch.Size([2, 3, 7])
+    """
+    found = logits(output)
+    return found.movedim(-1, 1) if found is not output and found.dim() == 3 else found
+
+
 def applied(function: LossFn, output: Any, reference: Any) -> Any:
     """A loss or metric of an output that may be an object with ``logits``.
 
-    The function receives the logits. If it cannot take them, it receives the whole output. Such models have
-    the classes of a sequence in the last axis (examples × tokens × classes), cross entropy in axis 1.
+    The function receives the logits. If it cannot take them, it receives the whole output.
     """
-    taken = logits(output)
-    if taken is output:
+    if logits(output) is output:
         return function(output, reference)
-    given = [taken, logits(reference)]
-    if taken.dim() == 3 and (
-        function in (F.cross_entropy, divergence, accuracy) or isinstance(function, nn.CrossEntropyLoss)
-    ):
-        given = [x.movedim(-1, 1) if isinstance(x, Tensor) and x.dim() == 3 else x for x in given]
+    compares = function in (F.cross_entropy, divergence, accuracy)
+    part = class_scores if compares or isinstance(function, nn.CrossEntropyLoss) else logits
     try:
-        return function(*given)
+        return function(part(output), part(reference))
     except BATCH_ERRORS as error:
         try:
             return function(output, reference)

@@ -47,7 +47,10 @@ def noisy_loss(
     with evaluating(net), _batch_statistics(net):
         for number, batch in enumerate(batches):
             with net.sampling(True, at=(seed, number)), autocast(device, precision):
-                total += objective(net, batch, f"train_loader, batch {number + 1}").double()
+                where = f"train_loader, batch {number + 1}"
+                output = batch.through(net, where)
+                objective.check_labels(output, batch, where)
+                total += objective.of_output(output, batch, where).double()
     distributed.average_([total])
     return float(total) / len(batches)
 

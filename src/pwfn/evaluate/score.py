@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from pwfn.bayes.objective import (
     Objective,
     applied,
     autocast,
+    class_scores,
     divergence,
     evaluating,
     largest_that_fits,
@@ -27,6 +28,9 @@ from pwfn.bayes.objective import (
 from pwfn.bayes.objective import accuracy as accuracy
 from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
+from pwfn.evaluate.answers import AnswerCounter, Answers
+
+_FIRST_BATCHES = 4  # whose labels are compared with the network's outputs
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Scores:
     loss: float  # the run's objective
     metric: float | None  # accuracy, 0 to 1, for classifiers; None where there is no metric
     examples: int
+    answers: Answers | None = field(default=None, compare=False, repr=False)  # of a classifier
     agreement: bool = False  # no labels: metric is the share of the original's predictions, loss the KL
 
     @property
@@ -144,6 +149,8 @@ def mean_scores(
     """
     totals = torch.zeros(3, dtype=torch.float64, device=source.device)  # loss, metric, agreement
     examples = scored = compared = 0
+    distributed = distributed or Distributed(source.device)
+    counter, counted = AnswerCounter(), metric is accuracy or objective.classifies
     with evaluating(model), full_float32(precision is Precision.FP32):
         for number, batch in enumerate(source.batches(), 1):
             if before_batch is not None:
@@ -151,6 +158,11 @@ def mean_scores(
             where = f"{source.name}, batch {number}"
             with autocast(source.device, precision):
                 output = _output(model, batch, where)
+                if number <= _FIRST_BATCHES:
+                    objective.check_classes(source.loader, output, source.name)
+                    objective.check_labels(output, batch, where)
+                if counted:
+                    counter.add(class_scores(output), batch.target)
                 reference = output if objective.teacher is model else objective.reference(batch, where)
                 totals[0] += objective.compared(output, reference, where).double() * batch.size
                 if metric is not None and batch.target is not None:
@@ -166,13 +178,12 @@ def mean_scores(
             "can be iterated again and again"
         )
     counts = totals.new_tensor([examples, scored, compared])
-    loss, score, agreement, *counted = (
-        (distributed or Distributed(source.device)).total(torch.cat((totals, counts))).tolist()
-    )
-    examples, scored, compared = map(int, counted)
+    loss, score, agreement, *sizes = distributed.total(torch.cat((totals, counts))).tolist()
+    examples, scored, compared = map(int, sizes)
+    answers = counter.result(distributed) if counted else None
     if compared and not scored:
-        return Scores(loss / examples, agreement / compared, examples, agreement=True)
-    return Scores(loss / examples, score / scored if scored else None, examples)
+        return Scores(loss / examples, agreement / compared, examples, answers, agreement=True)
+    return Scores(loss / examples, score / scored if scored else None, examples, answers)
 
 
 def _output(model: nn.Module, batch: Batch, where: str) -> Any:

@@ -117,6 +117,7 @@ def view(run: RunData, name: str, number: int) -> dict[str, Any]:
         "file": file,
         "settings": settings,
         "verdict": verdict(run),
+        "warnings": run.warnings,
         "load_code": load_code(run),
         "command": command,
         "command_note": command_note,
@@ -130,7 +131,9 @@ def view(run: RunData, name: str, number: int) -> dict[str, Any]:
 
 
 def verdict(run: RunData) -> str:
-    """What came of a run, in one sentence."""
+    """What came of a run, in one sentence; of a ruined network, only that."""
+    if run.ruined:
+        return f"{run.ruined}."
     ratio, file = run.times_smaller, run.file
     smaller = f"{ratio:.1f} times smaller than in fp32" if ratio > 1 else "No smaller than in fp32"
     values = f"{file.weights:,} weights share {file.unique:,} value{'s' if file.unique != 1 else ''}"

@@ -108,6 +108,16 @@ class RunData:
         return None if self.before is None or self.after is None else 100 * (self.before - self.after)
 
     @property
+    def ruined(self) -> str:
+        """Why the result is useless, as the run recorded it; empty if it is not."""
+        return str(self.record.get("ruined") or "")
+
+    @property
+    def warnings(self) -> list[str]:
+        """What looked wrong, without what the verdict says."""
+        return [str(text) for text in self.record.get("warnings") or () if text != self.ruined]
+
+    @property
     def times_smaller(self) -> float:
         """Bytes in fp32 over bytes of the file, rounded down to a tenth: 2.0 for 605 and 301 bytes."""
         return (10 * self.file.fp32_bytes // self.file.file_bytes) / 10

@@ -12,13 +12,15 @@ run/record.json          its figures, and everything that led to them
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import statistics
+import textwrap
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -28,6 +30,7 @@ from pwfn.bayes.method import METHODS, check_options
 from pwfn.compress import compress
 from pwfn.config import Config
 from pwfn.errors import ConfigError, FileError
+from pwfn.evaluate.verdict import LOGGER
 from pwfn.file.header import Posterior
 from pwfn.file.storage import clear_leftovers, make_folder, replacing
 from pwfn.progress import Progress, StepEvent
@@ -70,6 +73,7 @@ def run(
             views.append(stack.enter_context(curves))
         keeper = stack.enter_context(Keeper(options.out, store, options.checkpoint_minutes, distributed))
         journal = _Journal(options, views, store, distributed, progress)
+        stack.enter_context(journal)
         journal.begin(found, config, progress)
         result = compress(
             found.model,
@@ -130,8 +134,11 @@ def _record(options: RunOptions, found: Resolved) -> dict[str, Any]:
     }
 
 
-class _Journal:
-    """Writes log, trace, states and record, and tells the views; in the first process only."""
+class _Journal(logging.Handler):
+    """Writes log, trace, states and record, and tells the views; in the first process only.
+
+    Within a ``with`` block it also shows what the run logs, instead of standard error.
+    """
 
     def __init__(
         self,
@@ -141,11 +148,19 @@ class _Journal:
         distributed: Distributed,
         progress: Progress | None,
     ) -> None:
+        super().__init__(logging.WARNING)
         self._options, self._folder = options, options.out
         self._views, self._store, self._distributed = views, store, distributed
         self._events: list[StepEvent] = []  # since the last line of an epoch
         self._rounds = len(progress.rounds) if progress else 0
         self._log = _Log(self._folder / "log.jsonl") if distributed.leads else None
+
+    def __enter__(self) -> Self:
+        LOGGER.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LOGGER.removeHandler(self)
 
     def begin(self, found: Resolved, config: Config, progress: Progress | None) -> None:
         """Log and show what begins, or from where it resumes."""
@@ -172,6 +187,13 @@ class _Journal:
             loss = statistics.fmean(event.loss for event in self._events)
             self._add("epoch", now.batches, asdict(replace(now, loss=loss)))
             self._events = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a warning before the first round; what is found at the end is printed with the result."""
+        if self._rounds == 0:
+            for view in self._views:
+                for line in textwrap.wrap(f"WARNING: {record.getMessage()}", 76):
+                    view.say(line)
 
     def round(self, now: Progress) -> None:
         """Log a round, write a checkpoint, and show it."""

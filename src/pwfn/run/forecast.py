@@ -23,6 +23,7 @@ from pwfn.bayes.train import fit, steps_in
 from pwfn.compress import Run
 from pwfn.config import Config
 from pwfn.evaluate.entropy import Pool
+from pwfn.evaluate.verdict import doubts
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
 from pwfn.run.console import duration
@@ -65,6 +66,7 @@ class Forecast:
             f"{duration(self.scoring_seconds)} per scoring, {duration(self.fixing_seconds)} per fixing\n"
             f"file: about {self.file_bytes:,} bytes, {self.entropy_bits:.2f} bits per weight, "
             f"{self.unique} values (estimated without training)"
+            + "".join(f"\nWARNING: {sentence}" for sentence in doubts(None, [self.steps]))
         )
 
 

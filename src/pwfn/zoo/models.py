@@ -19,13 +19,14 @@ from torch import nn
 
 from pwfn.errors import PwfnError, cause
 from pwfn.zoo.function import user_function
-from pwfn.zoo.networks import SmallResNet, VisionTransformer
+from pwfn.zoo.networks import SmallResNet, SmallVGG, VisionTransformer
 from pwfn.zoo.weights import load_weights, noted_classes
 
 __all__ = [
     "OWN",
     "DataConfig",
     "SmallResNet",
+    "SmallVGG",
     "VisionTransformer",
     "create",
     "data_config",
@@ -53,6 +54,7 @@ OWN: dict[str, Callable[..., nn.Module]] = {
     "cifar_resnet20": partial(SmallResNet, blocks=3),
     "cifar_resnet56": partial(SmallResNet, blocks=9),
     "cifar_resnet18": partial(SmallResNet, blocks=2, channels=64, stages=4, project=True),
+    "cifar_vgg16": SmallVGG,
     "cifar_vit_tiny": VisionTransformer,
     "digits_resnet": digits_resnet,
 }
