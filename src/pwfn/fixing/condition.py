@@ -1,0 +1,167 @@
+"""Fixing a weight is conditioning on it: the weights that are still free take up its rounding error.
+
+A layer computes ``y = W x``. To second order an error of one row costs ``dw H dw^T`` with ``H = E[x x^T]``,
+so the posterior of a row is ``N(w, s^2 H^-1)``. Given the values ``c_F`` of some weights F, the others R have
+
+    mean        w_R - H_RR^-1 H_RF (c_F - w_F)
+    covariance  s^2 H_RR^-1
+
+:func:`fix_columns` fixes one column after the other, all rows alike, with one Cholesky factor.
+:func:`conditional_mean` takes any set of fixed weights, each row its own, by conjugate gradients.
+
+Weights have the shape groups × rows × columns and moments groups × columns × columns: a depthwise
+convolution has one group per channel, most layers have one group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pwfn.errors import WeightError
+
+DAMPING = 0.01
+"""Added to the diagonal of the moments, as a fraction of its mean."""
+
+_BLOCK = 64  # columns whose errors are passed on together
+_MANTISSA = 8  # a step has at most four significant bits: 8 to 15 times a power of two
+
+
+def dyadic(step: float) -> float:
+    """The largest ``m * 2^-b`` with ``m`` from 8 to 15 that is not above ``step``.
+
+    Multiples of it are sums of a few powers of two.
+
+    >>> dyadic(0.1), dyadic(1.0)
+    (0.09375, 1.0)
+    """
+    if not (math.isfinite(step) and step > 0):
+        raise WeightError(f"step is {step!r}: allowed is a finite number above 0")
+    fraction, exponent = math.frexp(step)  # step = fraction * 2^exponent, fraction in [0.5, 1)
+    return math.ldexp(math.floor(fraction * 2 * _MANTISSA), exponent - 1) / _MANTISSA
+
+
+def next_dyadic(step: float, places: int) -> float:
+    """The step that many places further on the ladder of :func:`dyadic` steps; eight double it.
+
+    >>> next_dyadic(1.0, 1), next_dyadic(1.0, 8), next_dyadic(1.0, -1)
+    (1.125, 2.0, 0.9375)
+    """
+    fraction, exponent = math.frexp(dyadic(step))
+    place = round(fraction * 2 * _MANTISSA) - _MANTISSA + places
+    return math.ldexp(_MANTISSA + place % _MANTISSA, exponent - 1 + place // _MANTISSA) / _MANTISSA
+
+
+def damped(moments: Tensor, damping: float = DAMPING) -> Tensor:
+    """The moments in float64 with ``damping`` times the mean of the diagonal added to it.
+
+    Inputs that are always zero, and moments of too few examples, then have an inverse: without any
+    information about a weight, the others do not move for it.
+    """
+    moments = moments.double()
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)
+    # A layer whose inputs are all zero: any positive number keeps its weights independent.
+    added = torch.where(mean > 0, damping * mean, 1.0)
+    return moments + torch.diag_embed(added.expand_as(diagonal))
+
+
+def fix_columns(weight: Tensor, moments: Tensor, step: float, damping: float = DAMPING) -> Tensor:
+    """Every weight at a multiple of ``step``, one column after the other.
+
+    Column j goes to its nearest multiples. Then all later columns move to their conditional mean: with
+    the upper Cholesky factor U of ``H^-1``, by ``-e_j U_jk / U_jj`` for an error ``e_j = w_j - c_j``.
+
+    >>> w, h = torch.tensor([[[0.6, 0.6]]]), torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])
+    >>> fix_columns(w, h, 1.0)        # the inputs are equal: only the sum of the weights counts
+    tensor([[[1., 0.]]])
+    """
+    _check(weight, moments)
+    free = weight.double()
+    factor = inverse_factor(moments, damping)
+    fixed = torch.empty_like(free)
+    columns = free.shape[2]
+    for first in range(0, columns, _BLOCK):
+        last = min(first + _BLOCK, columns)
+        errors = torch.empty_like(free[:, :, first:last])
+        for j in range(first, last):
+            fixed[:, :, j] = torch.round(free[:, :, j] / step) * step
+            error = (free[:, :, j] - fixed[:, :, j]) / factor[:, None, j, j]
+            errors[:, :, j - first] = error
+            free[:, :, j + 1 : last] -= error[:, :, None] * factor[:, None, j, j + 1 : last]
+        free[:, :, last:] -= errors @ factor[:, first:last, last:]
+    return fixed.to(weight.dtype)
+
+
+def inverse_factor(moments: Tensor, damping: float = DAMPING) -> Tensor:
+    """The upper triangular U with ``U^T U = (H + damping)^-1``, in float64."""
+    lower = torch.linalg.cholesky(damped(moments, damping))
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+
+
+def conditional_mean(
+    weight: Tensor,
+    values: Tensor,
+    fixed: Tensor,
+    moments: Tensor,
+    damping: float = DAMPING,
+    tolerance: float = 1e-9,
+) -> Tensor:
+    """The weights given those that are fixed: ``values`` where ``fixed``, the conditional mean elsewhere.
+
+    For every row the minimum of ``(v - w) H (v - w)^T`` over its free weights: conjugate gradients on all
+    rows at once, one matrix product per iteration, until the residual is ``tolerance`` times the first.
+
+    >>> w, h = torch.tensor([[[0.6, 0.6]]]), torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
+    >>> fixed = torch.tensor([[[True, False]]])
+    >>> conditional_mean(w, torch.ones(1, 1, 2), fixed, h, damping=0.0)       # 0.6 - 0.5 * (1 - 0.6)
+    tensor([[[1.0000, 0.4000]]])
+    """
+    _check(weight, moments)
+    h, start = damped(moments, damping), weight.double()
+    free = (~fixed).double()
+    error = torch.where(fixed, values.double() - start, 0.0)
+    residual = -(error @ h) * free
+    # Jacobi's preconditioner: inputs of a layer differ by orders of magnitude in energy.
+    scale = 1 / h.diagonal(dim1=-2, dim2=-1)[:, None, :]
+    direction = scale * residual
+    size = (residual * direction).sum(-1, keepdim=True)
+    goal = tolerance**2 * size
+    for _ in range(2 * h.shape[-1]):
+        if not bool((size > goal).any()):
+            break
+        product = (direction @ h) * free
+        along = size / (direction * product).sum(-1, keepdim=True).clamp_min(torch.finfo(h.dtype).tiny)
+        along = torch.where(size > goal, along, 0.0)
+        error = error + along * direction
+        residual = residual - along * product
+        rescaled = scale * residual
+        new = (residual * rescaled).sum(-1, keepdim=True)
+        direction = rescaled + torch.where(size > goal, new / size, 0.0) * direction
+        size = new
+    return torch.where(fixed, values, (start + error).to(weight.dtype))
+
+
+def best_linear(weight: Tensor, cross: Tensor, moments: Tensor, damping: float = DAMPING) -> Tensor:
+    """The weight whose output on the inputs ``x'`` is nearest to ``weight`` on the original inputs ``x``.
+
+    ``W + W (C - H) H^-1`` with ``C = E[x x'^T]`` and ``H = E[x' x'^T]``: the least squares solution. Layers
+    before this one are compressed already, so its inputs have changed; this takes up their errors.
+    """
+    _check(weight, moments)
+    change = weight.double() @ (cross.double() - moments.double())
+    solved = torch.linalg.solve(damped(moments, damping), change.transpose(1, 2)).transpose(1, 2)
+    return (weight.double() + solved).to(weight.dtype)
+
+
+def _check(weight: Tensor, moments: Tensor) -> None:
+    groups, _, columns = weight.shape
+    if moments.shape != (groups, columns, columns):
+        raise WeightError(
+            f"the moments have shape {tuple(moments.shape)} for weights of shape {tuple(weight.shape)}: "
+            f"allowed is {(groups, columns, columns)}"
+        )
+    if not bool(torch.isfinite(moments).all()):
+        raise WeightError("the layer's inputs are not finite: check the images and the network")
