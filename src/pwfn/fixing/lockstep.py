@@ -1,0 +1,370 @@
+"""Conditioning a whole network: the original and its copy run side by side, and pause at every layer.
+
+At each layer the inputs of all images are there, from the original network and from the copy whose earlier
+layers are fixed already. The layer is fixed, and all go on. So every image passes through each network once,
+and only the activations at one depth are in memory. Early layers have large activations: images join later,
+as many as fit; they run through the layers that are fixed without a pause.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pwfn.errors import WeightError
+from pwfn.fixing.condition import DAMPING, best_linear, fix_columns
+from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
+from pwfn.layout import Layout
+
+MEMORY = 2 * 2**30
+"""Bytes that activations may use; the number of images in flight follows from it."""
+
+_ROWS_PER_COLUMN = 32  # inputs per column of a layer's moments: more are not better
+_ROWS_PER_IMAGE = 16
+_LARGEST_RATIO = 4.0  # by which a BatchNorm variance may change: a channel that vanished stays small
+
+
+class Inputs(Protocol):
+    """Some examples that can be put through a model."""
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+
+    def through(self, model: nn.Module, where: str) -> object:
+        """The model's output for them."""
+
+
+class Conditioning:
+    """Fixes every compressed weight of ``model``, a copy of ``original``, at a multiple of ``step``.
+
+    The copy's weights and BatchNorm statistics change in place. A statistic is corrected by what the
+    compression changed: by the difference of means and the ratio of variances between the two networks
+    on the same examples. It is never gathered afresh from so few.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        model: nn.Module,
+        layout: Layout,
+        step: float,
+        damping: float = DAMPING,
+        memory: int = MEMORY,
+    ) -> None:
+        self.layout, self.step, self._damping, self._memory = layout, step, damping, memory
+        self._networks = original, model
+        self._weights = Weights(original, layout), Weights(model, layout)
+        self._fixed = [torch.zeros(e.size, dtype=torch.bool) for e in layout.entries]
+        self._done: set[Place | str] = set()
+        self.silent: list[str] = []  # entries that no operation used
+        self.dead: dict[str, int] = {}  # by entry: inputs that were always zero
+
+    @torch.no_grad()
+    def run(self, batches: Sequence[Inputs], on_layer: Callable[[int, int], None] | None = None) -> None:
+        """Fix all layers, in the order in which the network uses them."""
+        with _plain_attention():
+            bytes_at = self._bytes_at(batches[0])
+            waiting = [self._lane(batch, number) for number, batch in enumerate(batches)][::-1]
+            active: list[_Lane] = []
+            try:
+                while waiting or active:
+                    in_flight = 1
+                    if active:
+                        need = bytes_at.get(active[0].key, 0) * max(batches[0].size, 1)
+                        in_flight = max(1, self._memory // need) if need else len(active)
+                    while waiting and len(active) < in_flight:
+                        if waiting[-1].advance():
+                            active.append(waiting[-1])
+                        waiting.pop()
+                    if not active:
+                        continue
+                    key = active[0].key
+                    group = [lane for lane in active if lane.key == key]
+                    self._handle(group, len(batches))
+                    self._done.add(key)
+                    if on_layer is not None:
+                        on_layer(len(self._done), max(len(bytes_at), len(self._done)))
+                    for lane in group:
+                        if not lane.advance():
+                            active.remove(lane)
+            finally:
+                for lane in (*active, *waiting):
+                    lane.close()
+        self._round_the_rest()
+
+    def _lane(self, batch: Inputs, number: int) -> _Lane:
+        passes = [
+            _Pass(network, weights, batch, self._stops)
+            for network, weights in zip(self._networks, self._weights, strict=True)
+        ]
+        return _Lane(passes[0], passes[1], number)
+
+    def _stops(self, found: Product | Normalisation) -> bool:
+        """Whether a pass must wait: the layer is not fixed yet."""
+        if isinstance(found, Normalisation):
+            return found.layer not in self._done
+        return found.weight not in self._done and not self._is_fixed(found.weight)
+
+    def _is_fixed(self, place: Place) -> bool:
+        return bool(self._fixed[place.entry][place.positions(torch.device("cpu"))].any())
+
+    def _bytes_at(self, batch: Inputs) -> dict[Place | str, int]:
+        """By layer in order, the bytes per example that both networks need from there on, about."""
+        sizes: dict[Place | str, int] = {}
+
+        def note(found: Product | Normalisation) -> None:
+            # The input, the output and a residual branch, in two networks.
+            size = 6 * found.inputs.numel() * found.inputs.element_size() // max(batch.size, 1)
+            sizes.setdefault(_key(found), size)
+
+        with Watch(self._weights[0], note):
+            batch.through(self._networks[0], "the first images")
+        largest = 0
+        for key in reversed(sizes):
+            largest = sizes[key] = max(largest, sizes[key])
+        return sizes
+
+    def _handle(self, group: Sequence[_Lane], lanes: int) -> None:
+        found = group[0].found
+        if isinstance(found, Normalisation):
+            self._correct(found.layer, group)
+        else:
+            self._fix(found, group, lanes)
+
+    def _fix(self, product: Product, group: Sequence[_Lane], lanes: int) -> None:
+        """Fix one layer, given the inputs of the images in flight."""
+        name = self.layout.entries[product.weight.entry].name
+        model = self._weights[1]
+        positions = product.positions()
+        matrix = model.memory(product.weight.entry)[positions].float()
+        bias = product.bias
+        if bias is not None and self._is_fixed(bias):
+            product = Product(product.weight, None, product.inputs, product.convolution)
+            bias = None
+        if bias is not None:
+            rows = bias.positions(positions.device)
+            column = model.memory(bias.entry)[rows].float().reshape(*matrix.shape[:2], 1)
+            matrix = torch.cat([matrix, column], -1)
+        columns = matrix.shape[-1]
+        images = sum(lane.size for lane in group)
+        limit = -(-max(_ROWS_PER_IMAGE * images, _ROWS_PER_COLUMN * columns) // len(group))
+        moments = matrix.new_zeros(matrix.shape[0], columns, columns, dtype=torch.float64)
+        cross, count = torch.zeros_like(moments), 0
+        for lane in group:
+            own, original = lane.inputs(limit, without_bias=bias is None)
+            moments += (own.transpose(1, 2) @ own).double()
+            cross += (original.transpose(1, 2) @ own).double()
+            count += own.shape[1]
+        moments, cross = moments / count, cross / count
+        if not bool(torch.isfinite(moments).all() and torch.isfinite(cross).all()):
+            raise WeightError(
+                f"{name}: its inputs are not finite on these images: check the images, or the network"
+            )
+        dead = int((moments.diagonal(dim1=-2, dim2=-1) == 0).sum())
+        if dead:
+            self.dead[name] = dead
+        target = best_linear(matrix, cross, moments, self._damping)
+        values = fix_columns(target, moments, self.step, self._damping)
+        self._write(product.weight, positions, values[..., : positions.shape[-1]])
+        if bias is not None:
+            self._write(bias, rows, values[..., -1].reshape(rows.shape))
+
+    def _write(self, place: Place, positions: Tensor, values: Tensor) -> None:
+        memory = self._weights[1].memory(place.entry)
+        memory[positions] = values.to(memory.dtype)
+        self._fixed[place.entry][positions.cpu()] = True
+
+    def _correct(self, name: str, group: Sequence[_Lane]) -> None:
+        """Shift and scale the running statistics of a BatchNorm layer by what compression changed."""
+        layer = self._networks[1].get_submodule(name)
+        own, original = zip(*(lane.statistics() for lane in group), strict=True)
+        mean, variance = _pooled(own)
+        mean_before, variance_before = _pooled(original)
+        ratio = ((variance + layer.eps) / (variance_before + layer.eps)).clamp(
+            1 / _LARGEST_RATIO, _LARGEST_RATIO
+        )
+        layer.running_mean += (mean - mean_before).to(layer.running_mean)
+        changed = (layer.running_var.double() + layer.eps) * ratio - layer.eps
+        layer.running_var.copy_(changed.clamp_min(0))
+
+    def _round_the_rest(self) -> None:
+        """Weights that no operation used go to the nearest multiple."""
+        for number, entry in enumerate(self.layout.entries):
+            free = ~self._fixed[number]
+            if bool(free.any()):
+                memory = self._weights[1].memory(number)
+                free = free.to(memory.device)
+                rounded = torch.round(memory[free].double() / self.step) * self.step
+                memory[free] = rounded.to(memory.dtype)
+                if bool(free.all()):
+                    self.silent.append(entry.name)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about layers that could not be conditioned."""
+        notes = []
+        silent = [name for name in self.silent if len(self.layout.entry(name).shape) > 1]
+        if silent:
+            notes.append(
+                f"{len(silent)} weights were rounded without looking at their inputs, because no image "
+                f"reached them or their layer is of another kind: {', '.join(silent[:3])}"
+                f"{', …' if len(silent) > 3 else ''}"
+            )
+        return tuple(notes)
+
+
+class _Lane:
+    """A few examples on their way through both networks."""
+
+    def __init__(self, original: _Pass, own: _Pass, number: int) -> None:
+        self._original, self._own, self._number = original, own, number
+        self.size = own.size
+
+    @property
+    def found(self) -> Product | Normalisation:
+        """The operation at which they wait."""
+        assert self._own.found is not None
+        return self._own.found
+
+    @property
+    def key(self) -> Place | str:
+        """The layer at which they wait."""
+        return _key(self.found)
+
+    def advance(self) -> bool:
+        """Run both networks to the next layer; False at the end."""
+        going = self._own.advance()
+        self._original.advance()
+        return going
+
+    def inputs(self, limit: int, without_bias: bool) -> tuple[Tensor, Tensor]:
+        """The layer's inputs in the copy and in the original, at the same positions."""
+        own = self.found
+        assert isinstance(own, Product)
+        other = self._original.found
+        # Where control flow depends on the data, the networks may be at different layers.
+        same = isinstance(other, Product) and other.weight == own.weight
+        original = other if same and isinstance(other, Product) else own
+        if without_bias:
+            own = Product(own.weight, None, own.inputs, own.convolution)
+            original = Product(original.weight, None, original.inputs, original.convolution)
+        return own.rows(limit, self._number).float(), original.rows(limit, self._number).float()
+
+    def statistics(self) -> tuple[_Statistics, _Statistics]:
+        """Mean and variance of each channel in the copy and in the original."""
+        other = self._original.found
+        same = isinstance(other, Normalisation) and other.layer == self.key
+        original = other if same and other is not None else self.found
+        return _statistics(self.found.inputs), _statistics(original.inputs)
+
+    def close(self) -> None:
+        """End both passes."""
+        self._own.close()
+        self._original.close()
+
+
+class _Stopped(BaseException):
+    """Ends a pass that is not needed any more."""
+
+
+class _Pass:
+    """A forward pass that can pause: it runs in a thread of its own, only while :meth:`advance` waits."""
+
+    def __init__(
+        self, model: nn.Module, weights: Weights, batch: Inputs, stops: Callable[[Product | Normalisation], bool]
+    ) -> None:
+        self.size = batch.size
+        self.found: Product | Normalisation | None = None
+        self._failure: BaseException | None = None
+        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+        def pause(found: Product | Normalisation) -> None:
+            if stops(found):
+                self.found = found
+                self._paused.release()
+                self._go.acquire()
+                if self._closing:
+                    raise _Stopped
+
+        def run() -> None:
+            self._go.acquire()
+            try:
+                if not self._closing:
+                    with torch.no_grad(), Watch(weights, pause):
+                        batch.through(_sharing_copy(model), "conditioning")
+            except _Stopped:
+                pass
+            except BaseException as error:  # raised again in the thread that waits
+                self._failure = error
+            self.found = None
+            self._thread = None
+            self._paused.release()
+
+        self._run = run
+
+    def advance(self) -> bool:
+        """Run to the next layer; False at the end of the network."""
+        if self._thread is None:
+            if self._run is None:
+                return False
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._run = None  # type: ignore[assignment]
+            self._thread.start()
+        self._go.release()
+        self._paused.acquire()
+        if self._failure is not None:
+            raise self._failure
+        return self._thread is not None
+
+    def close(self) -> None:
+        """End the pass where it waits."""
+        self._closing = True
+        if self._thread is not None:
+            self._go.release()
+            self._paused.acquire()
+
+
+_Statistics = tuple[int, Tensor, Tensor]
+
+
+def _statistics(inputs: Tensor) -> _Statistics:
+    axes = [0, *range(2, inputs.dim())]
+    variance, mean = torch.var_mean(inputs.float(), axes, correction=0)
+    return inputs.numel() // max(inputs.shape[1], 1), mean.double(), variance.double()
+
+
+def _pooled(parts: Sequence[_Statistics]) -> tuple[Tensor, Tensor]:
+    """Mean and variance over all parts."""
+    total = sum(count for count, _, _ in parts)
+    mean = sum((count / total * m for count, m, _ in parts), torch.zeros_like(parts[0][1]))
+    spread = (count / total * (v + (m - mean) ** 2) for count, m, v in parts)
+    return mean, sum(spread, torch.zeros_like(mean))
+
+
+def _key(found: Product | Normalisation) -> Place | str:
+    return found.layer if isinstance(found, Normalisation) else found.weight
+
+
+def _sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy that shares all tensors: models may keep values on their modules during a pass."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Within the block ``nn.MultiheadAttention`` uses plain operations, not one fused kernel."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
