@@ -27,7 +27,7 @@ from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, Processes, distributed_for, end_process, launched
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.sensitivity import probe
+from pwfn.bayes.sigma import probe
 from pwfn.errors import ConfigError, PwfnError
 from pwfn.progress import Round
 from pwfn.run.console import View

@@ -9,17 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn.bayes.batches import Source
+from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, phases
 from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
-from pwfn.bayes.sensitivity import probe
+from pwfn.bayes.sigma import probe
 from pwfn.bayes.train import PhaseState, fit, steps_in
 from pwfn.config import Config, Precision, SchedulerName
 from pwfn.config.seeds import seed_from
@@ -36,6 +37,7 @@ from pwfn.progress import Keep, Progress, Round, StepEvent, on_cpu
 from pwfn.result import Result
 
 POLISH_LEARNING_RATE = 1e-3
+_TENSOR_BATCH = 64  # examples per batch, where the data are one tensor
 
 
 def compress(
@@ -62,8 +64,10 @@ def compress(
     Args:
         model: any eager model with convolution or linear layers; it is not changed.
         train_loader: batches ``(input, …, target)``, mappings with ``labels`` or ``target``, or inputs
-            alone with ``distill``; iterated again for every epoch.
-        val_loader: where given, every round is scored on it.
+            alone with ``distill`` or ``preset="quick"``; iterated again for every epoch. A tensor is cut
+            into batches along its first axis.
+        val_loader: where given, every round is scored on it. With ``preset="quick"`` it may have no labels:
+            the scores are then agreement with the original network, and divergence.
         config: the settings; ``Config.preset("recommended")`` unless given.
         loss_fn: a function of the model's output and the target.
         preset: the name of a preset, instead of ``config``.
@@ -143,10 +147,12 @@ class Run:
         self.original = copy.deepcopy(model).to(distributed.device).eval()
         # Convolutions in bf16 and fp16 are fastest on CUDA with this order.
         last = config.training.precision is not Precision.FP32 and distributed.device.type == "cuda"
-        self.train = Source("train_loader", train_loader, distributed.device, last)
+        self.train = Source("train_loader", _batched(train_loader), distributed.device, last)
         self.val: Source | None = None
         if val_loader is not None:
-            self.val = Source("val_loader", val_loader, distributed.device, last)
+            self.val = Source("val_loader", _batched(val_loader), distributed.device, last)
+            if config.method == "conditioned" and not distill:  # it needs no labels, so there may be none
+                distill = next((batch.target is None for batch in self.val.batches()), False)
         compare = divergence if distill is True else distill or None
         classifies = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
         self.metric = metric or (accuracy if classifies and compare in (None, divergence) else None)
@@ -157,6 +163,7 @@ class Run:
         if compare is None and config.training.distill:
             self.objective = Objective(divergence, self.original)
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
+        self.net.data = probe(self.net, self.train, self.scored, distributed)
 
     def whole(self, on_round: Callable[[Progress], None] | None = None) -> Result:
         """Everything that is left to do: the rounds, the choice where there is a target, the finish."""
@@ -207,6 +214,7 @@ class Run:
         before = trace.before_fixing(number, net.layout, state)
         quartiles = state.sigma_quartiles()
         fixed = net.fix(phase.fraction)
+        warnings = warn(net.notes, self.distributed)
         state = net.state()
         after = trace.after_fixing(number, fixed, net.layout, state)
         self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
@@ -222,7 +230,11 @@ class Run:
             traces=(after,) if before is None else (before, after),
         )
         states = (self._state(number, phase.fraction),) if self.config.target.wanted else ()
-        self._advance(rounds=(*self.progress.rounds, made), states=(*self.progress.states, *states))
+        self._advance(
+            rounds=(*self.progress.rounds, made),
+            states=(*self.progress.states, *states),
+            warnings=tuple(dict.fromkeys((*self.progress.warnings, *warnings))),
+        )
 
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""
@@ -411,6 +423,11 @@ class Run:
             distributed=self.distributed,
             before_batch=before_batch,
         )
+
+
+def _batched(loader: Iterable[Any]) -> Iterable[Any]:
+    """A loader; a tensor of examples as batches of them."""
+    return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
 
 
 def _device_of(model: nn.Module) -> torch.device:

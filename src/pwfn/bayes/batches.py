@@ -79,9 +79,13 @@ class Batch:
         return TooLargeError(f"{where}: out of memory with inputs {self.describe()}: {advice}")
 
     def first(self, count: int) -> Batch:
-        """The first examples: that many rows of every tensor that is as long as the batch."""
+        """The first examples."""
+        return self.part(0, count)
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Some of the examples: these rows of every tensor that is as long as the batch."""
         size = self.size
-        return self._mapped(lambda x: x[:count] if x.dim() > 0 and x.shape[0] == size else x)
+        return self._mapped(lambda x: x[start:stop] if x.dim() > 0 and x.shape[0] == size else x)
 
     def cloned(self) -> Batch:
         """A copy with its own tensors."""

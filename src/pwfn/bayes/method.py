@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pwfn.bayes.batches import Batch
 from pwfn.bayes.network import WeightNetwork
 from pwfn.config import METHOD_DEFAULTS, WARMUP_EPOCHS, Config, Section, hint
 from pwfn.errors import ConfigError
@@ -76,6 +77,7 @@ class DataProbe:
 
     through: Callable[[nn.Module], object]  # puts the first batch through a module
     loss: Callable[[], float]  # mean loss over the first batches, each with the same noise at every call
+    examples: Callable[[int], Sequence[Batch]]  # the first batches with at least so many examples, if there are
 
 
 class Method(WeightNetwork):
@@ -87,6 +89,9 @@ class Method(WeightNetwork):
     defaults: ClassVar[Mapping[str, Any]] = {}  # settings that differ from Config's
     Options: ClassVar[type[Section] | None] = None  # settings of this method alone: a frozen dataclass
     has_posterior: ClassVar[bool] = False  # whether finish() gives one sigma per weight
+    data: DataProbe | None = None  # what fix() may ask of the training data; a run provides it
+    notes: tuple[str, ...] = ()  # what the user should know about the last fixing, in one sentence each
+    step: float | None = None  # of the grid, for methods that a target can give another one
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config)

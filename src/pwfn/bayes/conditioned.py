@@ -1,0 +1,195 @@
+"""A network fixed by conditioning: no labels, no training, a thousand images, seconds to minutes.
+
+All weights go to multiples of one step, layer by layer and column by column; see
+:mod:`pwfn.fixing.lockstep`. Without a step of its own a run finds the largest one at which the outputs
+stay close to those of the original network.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pwfn.bayes.batches import Batch
+from pwfn.bayes.method import Method, WeightState, register
+from pwfn.bayes.objective import class_scores, divergence, is_logits
+from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
+from pwfn.errors import DataError, WeightError
+from pwfn.file.compressed import Compressed
+from pwfn.fixing.condition import dyadic
+from pwfn.fixing.lockstep import Conditioning
+from pwfn.fixing.record import FixRecord, FixStep, relative_moves
+from pwfn.layout import held, untouched
+
+_PART = 32  # images that pass through the network together
+_FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
+_PROBE = 256  # images that the search uses
+_TRIES = 4
+_POWER = 3.0  # the divergence grows about so fast with the step
+_CLOSE = 1.3  # a divergence within this factor of the tolerance ends the search
+
+
+@dataclass(frozen=True)
+class ConditionedOptions(Section):
+    """Settings of the method ``conditioned``."""
+
+    _name = "options"
+    step: float | None = setting(
+        None,
+        Number(0, above_low=True, optional=True),
+        'distance between values, as a fraction of the root mean square of all weights; "off": by tolerance',
+    )
+    tolerance: float = setting(
+        0.02,
+        Number(0, above_low=True),
+        "where step is off: divergence from the original network's outputs that is allowed (nats)",
+    )
+    images: int = setting(1024, Number(1, whole=True), "at most so many training images are used")
+
+
+@register("conditioned")
+class ConditionedNetwork(Method):
+    """Any eager model; :meth:`fix` puts all weights in place at once, given some inputs.
+
+    >>> from pwfn.bayes.method import DataProbe
+    >>> net = ConditionedNetwork(nn.Linear(4, 2), Config.preset("quick"))
+    >>> inputs = [Batch((torch.randn(64, 4),), {}, None)]
+    >>> net.data = DataProbe(lambda module: None, lambda: 0.0, lambda count: inputs)
+    >>> net.fix(1.0).fixed
+    10
+    """
+
+    defaults = METHOD_DEFAULTS["conditioned"]
+    Options = ConditionedOptions
+    values: Tensor
+    fixed: Tensor
+
+    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+        super().__init__(model, config or Config.preset("quick"))
+        start = self.layout.gather(model)
+        self.register_buffer("values", start)
+        self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=start.device))
+        # Out of reach of state_dict and to: every try starts from the original, on the CPU.
+        self._original = (copy.deepcopy(model).cpu().eval(),)
+        self._root_mean_square = math.sqrt(float(start.double().square().mean()))
+        if self._root_mean_square == 0:
+            raise WeightError("every weight is zero: there is nothing to compress")
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.values.device
+
+    def weights(self) -> dict[str, Tensor]:
+        """The values."""
+        return self.layout.views(self.values)
+
+    def state(self) -> WeightState:
+        """The values, and whether they are fixed: all of them are, or none."""
+        return WeightState(self.values, fixed=self.fixed.expand(self.values.shape))
+
+    def fix(self, fraction: float) -> FixRecord:
+        """Fix all weights at multiples of :attr:`step` or, where that is None, of the one that it finds."""
+        batches = self._parts(self.options.images)
+        if self.step is None and self.options.step is not None:
+            self.step = dyadic(self.options.step * self._root_mean_square)
+        if self.step is None:
+            self.step = self._found_step(batches)
+        before = self.values
+        self.notes, model, _ = self._conditioned(self.step, batches)
+        self.model.load_state_dict(untouched(model, self.layout), strict=False)
+        self.values = self.layout.gather(model)
+        self.fixed.fill_(True)
+        moves = relative_moves(before, self.values)
+        step = FixStep(math.nan, 0, self.step, self.layout.size)
+        return FixRecord(1.0, self.layout.size, (step,), tuple(moves))
+
+    def finish(self) -> Compressed:
+        """The compressed network; it has no posterior."""
+        if not bool(self.fixed):
+            raise WeightError("no weight is fixed yet: call fix(1.0) first")
+        values = held(self.layout, self.values)
+        return Compressed.of(self.layout, values, None, untouched(self.model, self.layout))
+
+    def rounded(self) -> ConditionedNetwork:
+        """A copy: every weight is in place."""
+        return copy.deepcopy(self)
+
+    def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Groups for a torch optimiser: the uncompressed parameters."""
+        return [{"params": list(self.model.parameters()), "lr": lr, "weight_decay": weight_decay}]
+
+    def _found_step(self, batches: Sequence[Batch]) -> float:
+        """The step at which the outputs diverge by the tolerance, about: a few tries on fewer images."""
+        count, some = 0, []
+        for batch in batches:
+            if count < _PROBE:
+                some.append(batch)
+                count += batch.size
+        tolerance = self.options.tolerance
+        step, best = dyadic(_FIRST * self._root_mean_square), 0.0
+        low, high = 0.0, math.inf  # steps known to be fine, and too coarse
+        for _ in range(_TRIES):
+            _, _, distance = self._conditioned(step, some)
+            if distance <= tolerance:
+                low = max(low, step)
+            else:
+                high = min(high, step)
+            if tolerance / _CLOSE <= distance <= tolerance:
+                break
+            factor = (tolerance / max(distance, tolerance / 1000)) ** (1 / _POWER)
+            new = dyadic(min(max(step * min(max(factor, 0.25), 4.0), low), high))
+            if not low < new < high:
+                break
+            step = new
+        best = low or high / 2 ** (1 / 2)
+        return dyadic(best)
+
+    @torch.no_grad()
+    def _conditioned(
+        self, step: float, batches: Sequence[Batch]
+    ) -> tuple[tuple[str, ...], nn.Module, float]:
+        """The network at a step, and how far its outputs are from the original's on the same images."""
+        original = self._original[0].to(self.device)
+        model = copy.deepcopy(original)
+        work = Conditioning(original, model, self.layout, step)
+        work.run(batches)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in batches:
+            outputs = [batch.through(network, "conditioning") for network in (model, original)]
+            total += batch.size * _distance(*outputs).double()
+        self._original[0].cpu()
+        return work.notes(), model, float(total) / sum(batch.size for batch in batches)
+
+    def _parts(self, count: int) -> list[Batch]:
+        """The first training images, in small parts."""
+        if self.data is None:
+            raise DataError("conditioning needs inputs: set net.data, or call pwfn.compress")
+        parts: list[Batch] = []
+        left = count
+        for batch in self.data.examples(count):
+            size = min(batch.size, left)
+            parts += [batch.part(at, min(at + _PART, size)) for at in range(0, size, _PART)]
+            left -= size
+        if not parts:
+            raise DataError("there is no image to compress with: give some hundred, up to a thousand")
+        return parts
+
+
+def _distance(output: Any, original: Any) -> Tensor:
+    """KL divergence for class scores, else the squared error relative to the original's variance."""
+    output, original = class_scores(output), class_scores(original)
+    if is_logits(output):
+        return divergence(output, original)
+    while isinstance(output, (tuple, list)) and output:
+        output, original = output[0], original[0]
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        raise DataError("the network's output is not a tensor: set options.step, which needs no comparison")
+    spread = original.float().var(correction=0).clamp_min(torch.finfo(torch.float32).tiny)
+    return (output - original).float().square().mean() / spread
