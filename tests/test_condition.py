@@ -169,6 +169,28 @@ def test_conditioning_twice_is_conditioning_once():
         np.testing.assert_allclose(once[0, r].numpy()[rest], twice, rtol=1e-8, atol=1e-8)
 
 
+def test_the_units_of_inputs_do_not_matter():
+    # x_i measured in units of 2^-b_i: w_i is 2^b_i times as large and so is its conditional mean.
+    weight, moments, generator = make_case(18, 2, 4, 40, "full")
+    fixed = torch.rand(weight.shape, generator=generator) < 0.5
+    unit = torch.ldexp(torch.ones(40), torch.randint(-20, 20, (40,), generator=generator)).double()
+    values, scaled = weight.round(), moments / unit / unit[:, None]
+    got = conditional_mean(weight * unit, values * unit, fixed, scaled, damping=0.0)
+    torch.testing.assert_close(got / unit, conditional_mean(weight, values, fixed, moments, damping=0.0))
+
+
+def test_a_row_stops_when_it_has_converged_itself():
+    # With a loose tolerance one iteration more or less shows: rows must not depend on those beside them.
+    weight, moments, generator = make_case(19, 1, 20, 60, "full")
+    fixed = torch.rand(weight.shape, generator=generator) < torch.linspace(0.1, 0.9, 20)[:, None]
+    values = weight.round()
+    together = conditional_mean(weight, values, fixed, moments, tolerance=1e-2)
+    for r in range(20):
+        row = slice(r, r + 1)
+        alone = conditional_mean(weight[:, row], values[:, row], fixed[:, row], moments, tolerance=1e-2)
+        torch.testing.assert_close(together[:, row], alone, rtol=1e-10, atol=1e-10)
+
+
 # ---- the factor
 
 
