@@ -37,10 +37,9 @@ def dyadic(step: float) -> float:
     >>> dyadic(0.1), dyadic(1.0)
     (0.09375, 1.0)
     """
-    if not (math.isfinite(step) and step > 0):
-        raise WeightError(f"step is {step!r}: allowed is a finite number above 0")
+    _check_step(step)
     fraction, exponent = math.frexp(step)  # step = fraction * 2^exponent, fraction in [0.5, 1)
-    return math.ldexp(math.floor(fraction * 2 * _MANTISSA), exponent - 1) / _MANTISSA
+    return math.ldexp(math.floor(fraction * 2 * _MANTISSA) / _MANTISSA, exponent - 1)
 
 
 def next_dyadic(step: float, places: int) -> float:
@@ -51,7 +50,7 @@ def next_dyadic(step: float, places: int) -> float:
     """
     fraction, exponent = math.frexp(dyadic(step))
     place = round(fraction * 2 * _MANTISSA) - _MANTISSA + places
-    return math.ldexp(_MANTISSA + place % _MANTISSA, exponent - 1 + place // _MANTISSA) / _MANTISSA
+    return math.ldexp(1 + place % _MANTISSA / _MANTISSA, exponent - 1 + place // _MANTISSA)
 
 
 def damped(moments: Tensor, damping: float = DAMPING) -> Tensor:
@@ -78,8 +77,9 @@ def fix_columns(weight: Tensor, moments: Tensor, step: float, damping: float = D
     >>> fix_columns(w, h, 1.0)        # the inputs are equal: only the sum of the weights counts
     tensor([[[1., 0.]]])
     """
+    _check_step(step)
     _check(weight, moments)
-    free = weight.double()
+    free = weight.to(torch.float64, copy=True)  # changed in place below
     factor = inverse_factor(moments, damping)
     fixed = torch.empty_like(free)
     columns = free.shape[2]
@@ -120,6 +120,9 @@ def conditional_mean(
     tensor([[[1.0000, 0.4000]]])
     """
     _check(weight, moments)
+    for name, given in (("tensor of values", values), ("mask of fixed weights", fixed)):
+        if given.shape != weight.shape:
+            raise WeightError(f"the {name} has shape {tuple(given.shape)}: allowed is {tuple(weight.shape)}")
     h, start = damped(moments, damping), weight.double()
     free = (~fixed).double()
     error = torch.where(fixed, values.double() - start, 0.0)
@@ -151,12 +154,20 @@ def best_linear(weight: Tensor, cross: Tensor, moments: Tensor, damping: float =
     before this one are compressed already, so its inputs have changed; this takes up their errors.
     """
     _check(weight, moments)
+    _check(weight, cross)
     change = weight.double() @ (cross.double() - moments.double())
     solved = torch.linalg.solve(damped(moments, damping), change.transpose(1, 2)).transpose(1, 2)
     return (weight.double() + solved).to(weight.dtype)
 
 
+def _check_step(step: float) -> None:
+    if not (math.isfinite(step) and step > 0):
+        raise WeightError(f"step is {step!r}: allowed is a finite number above 0")
+
+
 def _check(weight: Tensor, moments: Tensor) -> None:
+    if weight.ndim != 3:
+        raise WeightError(f"the weights have shape {tuple(weight.shape)}: allowed is groups × rows × columns")
     groups, _, columns = weight.shape
     if moments.shape != (groups, columns, columns):
         raise WeightError(
