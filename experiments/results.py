@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import few_images
 import figures
 import imagenet
 import targets
@@ -148,6 +149,7 @@ def pages(archive: Archive) -> dict[Path, str]:
             "imagenet steps": imagenet.steps(results / "imagenet_steps.jsonl"),
             "imagenet paper": imagenet.expected(archive.experiments / "imagenet"),
             "imagenet settings": imagenet.differing(),
+            "few images": few_images.table(results / "few_images.jsonl"),
         },
     }
     for path, own in blocks.items():

@@ -1,0 +1,135 @@
+"""Time and memory of conditioning (preset quick), against the number of images.
+
+    python benchmarks/condition.py [--cases NAME …] [--images N …] [--device cpu|cuda] [--out FILE]
+
+Prints one JSON line per case: one pass over the network at a step of 0.5 root mean squares, with the
+comparison of outputs that ends it. Without a step of its own a run makes up to four more passes, with 256
+images each. ``cifar_resnet20`` takes 64 to 4,096 images of 32 × 32 pixels, torchvision's ``resnet50`` 1,024
+of 224 × 224. Images and weights are random, and on the device.
+
+``forward_s`` is the time of one forward pass of the original network over the same images, in the same parts
+of 32; ``times_forward`` is our time divided by it. ``peak_bytes`` is the largest memory at any time: on a GPU
+what torch allocated beyond network and images; on a CPU the largest resident size of the process so far, with
+Python and torch. ``activations_limit`` is what conditioning allows itself for activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pwfn import Config
+from pwfn.bayes.batches import Batch
+from pwfn.bayes.conditioned import ConditionedNetwork
+from pwfn.bayes.method import DataProbe
+from pwfn.bayes.randomness import seeded
+from pwfn.fixing.lockstep import MEMORY
+from pwfn.lab.compare.runner import git_commit
+from pwfn.zoo import models
+
+CASES = {
+    "cifar_resnet20": ("cifar_resnet20", 32, (64, 256, 1024, 4096)),
+    "resnet50": ("torchvision:resnet50", 224, (1024,)),
+}
+"""By name: the network, the size of its images, and how many of them."""
+
+PART = 32
+STEP = 0.5
+
+
+def forward_seconds(model: torch.nn.Module, images: Tensor) -> float:
+    """Time of one pass over the images, after one that initialises."""
+    with torch.no_grad():
+        model(images[:PART])
+        _wait(images.device)
+        started = time.perf_counter()
+        for part in images.split(PART):
+            model(part)
+        _wait(images.device)
+    return time.perf_counter() - started
+
+
+def measure(network: str, size: int, count: int, device: torch.device) -> dict[str, Any]:
+    """The figures of one case."""
+    with seeded(0, device):
+        model = models.create(network).to(device).eval()
+        images = torch.randn(count, 3, size, size, device=device)
+        forward_s = forward_seconds(model, images)
+        config = Config.preset("quick").override({"options.step": STEP, "options.images": count})
+        net = ConditionedNetwork(model, config).to(device)
+        batches = [Batch((part,), {}, None) for part in images.split(PART)]
+        net.data = DataProbe(lambda module: None, lambda: 0.0, lambda count: batches)
+        before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        started = time.perf_counter()
+        net.fix(1.0)
+        _wait(device)
+        seconds = time.perf_counter() - started
+    return {
+        "case": f"conditioning {network}, {count:,} images of {size}×{size}",
+        "network": network,
+        "weights": net.layout.size,
+        "images": count,
+        "seconds": seconds,
+        "forward_s": forward_s,
+        "times_forward": seconds / forward_s,
+        "peak_bytes": _peak_bytes(device) - before,
+        "image_bytes": images.numel() * images.element_size(),
+        "activations_limit": MEMORY,
+    }
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Measure the cases."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument(
+        "--images", nargs="+", type=int, help="numbers of images, instead of those of the case"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", help="of the code, if it is not in a git checkout")
+    parser.add_argument("--out", type=Path, help="a file to append the lines to")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    threads = f"{torch.get_num_threads()} CPU threads"
+    shared = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "commit": options.commit or git_commit(Path(__file__)) or "unknown",
+    }
+    for name in options.cases:
+        network, size, counts = CASES[name]
+        for count in options.images or counts:
+            line = json.dumps({**measure(network, size, count, device), **shared})
+            print(line, flush=True)
+            if options.out is not None:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
