@@ -352,7 +352,7 @@ class Run:
             self.batches,
             steps,
             self.objective,
-            replace(training, scheduler=SchedulerName.NONE, ema_decay=0.0) if polish else training,
+            replace(training, scheduler=SchedulerName.NONE) if polish else training,
             optimizer=optimizer,
             where=where,
             seed=seed,
