@@ -110,8 +110,8 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
         smallest = min(len(state.content) for state in fitting)
         near = [state for state in fitting if len(state.content) <= 1.01 * smallest]
         chosen = min(near if by_size else fitting, key=_loss)
-        largest = "the largest" if chosen.scores is None else "the most accurate"
-        rank = "the smallest" if by_size else largest
+        best = "the largest" if chosen.scores is None else "the most accurate"
+        rank = "the smallest" if by_size else best
         of = f"{rank} of {len(fitting)} that meet the target ({_wanted(target)})"
         if len(fitting) == 1:
             of = f"the only one that meets the target ({_wanted(target)})"
@@ -153,8 +153,8 @@ def next_step(
     limit = target if target.max_drop is None else TargetConfig(max_drop=target.max_drop)
     places = ((ladder.get(dyadic(step)), state) for step, state in tries)
     met = {place: _meets(state, before, limit) for place, state in places if place is not None}
-    if 0 not in met:
-        return dyadic(first)
+    if len(tries) >= MAX_TRIES or 0 not in met or not target.wanted:
+        return None if tries else dyadic(first)
     # A state may be too fine (its step can grow) or too coarse. Noise may mix the two: the search stays
     # beside the best step that it knows, and no try lies between the two places that it keeps.
     fine = [place for place, within in met.items() if within == (target.max_drop is not None)]
@@ -171,7 +171,7 @@ def next_step(
         place = max(2 * min(met) - _STRIDE, -_REACH)
     else:
         place = (low + high) // 2
-    return None if place in met or len(tries) >= MAX_TRIES else next_dyadic(first, place)
+    return None if place in met else next_dyadic(first, place)
 
 
 def pareto(points: Sequence[tuple[float, int]]) -> list[bool]:
