@@ -360,7 +360,6 @@ LEVERS = BRIEF.override(
         "fixing.zero_threshold": 0.3,
         "training.distill": True,
         "training.scheduler": "cosine",
-        "training.ema_decay": 0.9,
         "schedule.epochs_per_round": [0.5, 1, 1.5],
         "finish.fold_batchnorm": True,
     }

@@ -28,7 +28,7 @@ from pwfn.errors import ConfigError
 from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
-from pwfn.evaluate.targets import State, check_target, choose, meets
+from pwfn.evaluate.targets import State, check_target, choose
 from pwfn.evaluate.verdict import doubts, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
@@ -304,7 +304,7 @@ class Run:
         self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
 
     def _result(self, compressed: Compressed) -> Result:
-        progress, target = self.progress, self.config.target
+        progress = self.progress
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         summary = summarise(compressed.layout, compressed.values())
         facts = {
@@ -313,7 +313,6 @@ class Run:
             "before": progress.before.to_dict() if progress.before else None,
             "after": after.to_dict() if after else None,
         }
-        met = meets(target, progress.before, after, summary.whole.entropy_bits) if target.wanted else None
         polished = self.config.finish.polish_epochs if self.polish_steps else 0.0
         return Result(
             compressed=replace(compressed, record={**compressed.record, **facts, **self.record}),
@@ -327,7 +326,6 @@ class Run:
             seconds=progress.seconds,
             states=progress.states,
             choice=progress.choice,
-            target_met=met,
             warnings=warn(ruin(progress.before, after), self.distributed) + progress.warnings,
             _original=self.original,
         )
@@ -364,7 +362,7 @@ class Run:
             self.batches,
             steps,
             self.objective,
-            replace(training, scheduler=SchedulerName.NONE, ema_decay=0.0) if polish else training,
+            replace(training, scheduler=SchedulerName.NONE) if polish else training,
             optimizer=optimizer,
             where=where,
             seed=seed,
