@@ -67,6 +67,7 @@ class ConditionedNetwork(Method):
 
     defaults = METHOD_DEFAULTS["conditioned"]
     Options = ConditionedOptions
+    has_step = True
     values: Tensor
     fixed: Tensor
 
@@ -152,9 +153,7 @@ class ConditionedNetwork(Method):
         return dyadic(best)
 
     @torch.no_grad()
-    def _conditioned(
-        self, step: float, batches: Sequence[Batch]
-    ) -> tuple[tuple[str, ...], nn.Module, float]:
+    def _conditioned(self, step: float, batches: Sequence[Batch]) -> tuple[tuple[str, ...], nn.Module, float]:
         """The network at a step, and how far its outputs are from the original's on the same images."""
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)

@@ -77,7 +77,7 @@ class DataProbe:
 
     through: Callable[[nn.Module], object]  # puts the first batch through a module
     loss: Callable[[], float]  # mean loss over the first batches, each with the same noise at every call
-    examples: Callable[[int], Sequence[Batch]]  # the first batches with at least so many examples, if there are
+    examples: Callable[[int], Sequence[Batch]]  # the first batches with so many examples, or all
 
 
 class Method(WeightNetwork):
@@ -91,7 +91,8 @@ class Method(WeightNetwork):
     has_posterior: ClassVar[bool] = False  # whether finish() gives one sigma per weight
     data: DataProbe | None = None  # what fix() may ask of the training data; a run provides it
     notes: tuple[str, ...] = ()  # what the user should know about the last fixing, in one sentence each
-    step: float | None = None  # of the grid, for methods that a target can give another one
+    has_step: ClassVar[bool] = False  # whether the weights lie on a grid whose step a target may decide
+    step: float | None = None  # of that grid
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config)

@@ -129,32 +129,34 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
     return Choice(chosen.round, False, f"{_figures(chosen, before)}: {why}")
 
 
-def next_step(
-    tries: Sequence[tuple[float, State]], before: Scores | None, target: TargetConfig, first: float
-) -> float | None:
-    """The step to try after these; None when the search is over.
+def next_step(states: Sequence[State], before: Scores | None, target: TargetConfig) -> float | None:
+    """The step to try after those of these states; None when the search is over.
 
     A larger step gives a smaller and, in general, less accurate network. With ``max_drop`` the search is
     for the largest step within it, which gives the smallest file; otherwise for the smallest step that is
-    within the limits on size, which gives the most accurate network. It goes from ``first`` in strides
+    within the limits on size, which gives the most accurate network. It goes from the first step in strides
     that double until the answer lies between two tries, then halves the gap down to neighbouring steps.
-    It tries no step twice, and at most :data:`MAX_TRIES` steps within a factor of 2^12 of ``first``.
+    It tries no step twice, and at most :data:`MAX_TRIES` steps within a factor of 2^12 of the first.
 
     >>> from math import log2
     >>> def at(step):  # a network whose bits fall by one where the step doubles
-    ...     return step, State(1, 1.0, None, 3 - log2(step), 9, b"", step)
-    >>> tries = [at(1.0)]
-    >>> while (step := next_step(tries, None, TargetConfig(bits=2.5), 1.0)) is not None:
-    ...     tries.append(at(step))
-    >>> [step for step, _ in tries]
+    ...     return State(1, 1.0, None, 3 - log2(step), 9, b"", step)
+    >>> states = [at(1.0)]
+    >>> while (step := next_step(states, None, TargetConfig(bits=2.5))) is not None:
+    ...     states.append(at(step))
+    >>> [state.step for state in states]
     [1.0, 1.5, 1.25, 1.375]
     """
+    tries = [(state.step, state) for state in states if state.step is not None]
+    if not tries:
+        return None
+    first = tries[0][0]
     ladder = {next_dyadic(first, place): place for place in range(-_REACH, _REACH + 1)}
     limit = target if target.max_drop is None else TargetConfig(max_drop=target.max_drop)
     places = ((ladder.get(dyadic(step)), state) for step, state in tries)
     met = {place: _meets(state, before, limit) for place, state in places if place is not None}
-    if len(tries) >= MAX_TRIES or 0 not in met or not target.wanted:
-        return None if tries else dyadic(first)
+    if len(tries) >= MAX_TRIES or not target.wanted:
+        return None
     # A state may be too fine (its step can grow) or too coarse. Noise may mix the two: the search stays
     # beside the best step that it knows, and no try lies between the two places that it keeps.
     fine = [place for place, within in met.items() if within == (target.max_drop is not None)]

@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,7 @@ class Conditioning:
 
     def _correct(self, name: str, group: Sequence[_Lane]) -> None:
         """Shift and scale the running statistics of a BatchNorm layer by what compression changed."""
-        layer = self._networks[1].get_submodule(name)
+        layer: Any = self._networks[1].get_submodule(name)  # it has statistics and an eps
         own, original = zip(*(lane.statistics() for lane in group), strict=True)
         mean, variance = _pooled(own)
         mean_before, variance_before = _pooled(original)
@@ -269,6 +269,9 @@ class _Lane:
         self._original.close()
 
 
+_Stops = Callable[[Product | Normalisation], bool]
+
+
 class _Stopped(BaseException):
     """Ends a pass that is not needed any more."""
 
@@ -277,14 +280,17 @@ class _Pass:
     """A forward pass that can pause: it runs in a thread of its own, only while :meth:`advance` waits."""
 
     def __init__(
-        self, model: nn.Module, weights: Weights, batch: Inputs, stops: Callable[[Product | Normalisation], bool]
+        self,
+        model: nn.Module,
+        weights: Weights,
+        batch: Inputs,
+        stops: Callable[[Product | Normalisation], bool],
     ) -> None:
         self.size = batch.size
         self.found: Product | Normalisation | None = None
         self._failure: BaseException | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._closing = False
-        self._thread: threading.Thread | None = None
 
         def pause(found: Product | Normalisation) -> None:
             if stops(found):
@@ -305,34 +311,33 @@ class _Pass:
             except BaseException as error:  # raised again in the thread that waits
                 self._failure = error
             self.found = None
-            self._thread = None
+            self._ended = True
             self._paused.release()
 
-        self._run = run
+        self._ended = False
+        self._thread = threading.Thread(target=run, daemon=True)
 
     def advance(self) -> bool:
         """Run to the next layer; False at the end of the network."""
-        if self._thread is None:
-            if self._run is None:
-                return False
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._run = None  # type: ignore[assignment]
+        if self._ended:
+            return False
+        if not self._thread.is_alive():
             self._thread.start()
         self._go.release()
         self._paused.acquire()
         if self._failure is not None:
             raise self._failure
-        return self._thread is not None
+        return not self._ended
 
     def close(self) -> None:
         """End the pass where it waits."""
         self._closing = True
-        if self._thread is not None:
+        if self._thread.is_alive() and not self._ended:
             self._go.release()
             self._paused.acquire()
 
 
-_Statistics = tuple[int, Tensor, Tensor]
+_Statistics = tuple[int, Tensor, Tensor]  # number of values per channel, mean, variance
 
 
 def _statistics(inputs: Tensor) -> _Statistics:
