@@ -182,13 +182,14 @@ Figures = Callable[[float], tuple[float, float, int]]  # metric, bits, bytes
 
 def search(figures: Figures, target: TargetConfig, first: float = 1.0) -> list[State]:
     """Every try of a search, in order."""
-    tries: list[tuple[float, State]] = []
-    while (step := next_step(tries, WAS, target, first)) is not None:
+    tries: list[State] = []
+    step: float | None = first
+    while step is not None:
         metric, bits, size = figures(step)
-        made = State(len(tries) + 1, 1.0, Scores(0.3, metric, 100), bits, 9, bytes(size), step)
-        tries.append((step, made))
+        tries.append(State(len(tries) + 1, 1.0, Scores(0.3, metric, 100), bits, 9, bytes(size), step))
         assert len(tries) <= MAX_TRIES
-    return [made for _, made in tries]
+        step = next_step(tries, WAS, target)
+    return tries
 
 
 def smooth(step: float) -> tuple[float, float, int]:
@@ -293,12 +294,12 @@ def test_a_search_resumed_from_any_tries_goes_on_and_ends(
     target = TargetConfig(max_drop=1.0) if accurate else TargetConfig(bits=3.0)
     known = {next_dyadic(1.0, place): good for place, good in tries}
 
-    def made(step: float, good: bool) -> tuple[float, State]:
-        return step, State(1, 1.0, Scores(0.3, 0.9 if good else 0.1, 9), 2.0 if good else 4.0, 9, b"", step)
+    def made(step: float, good: bool) -> State:
+        return State(1, 1.0, Scores(0.3, 0.9 if good else 0.1, 9), 2.0 if good else 4.0, 9, b"", step)
 
     done = [made(step, good) for step, good in known.items()]
-    while (step := next_step(done, WAS, target, 1.0)) is not None:
-        assert step not in {each for each, _ in done}
+    while (step := next_step(done, WAS, target)) is not None:
+        assert step not in {each.step for each in done}
         done.append(made(step, len(done) % 2 == 0))
         assert len(done) <= MAX_TRIES
 
