@@ -158,7 +158,7 @@ class ConditionedNetwork(Method):
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)
         work = Conditioning(original, model, self.layout, step)
-        work.run(batches)
+        work.run(batches, self.on_layer)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             outputs = [batch.through(network, "conditioning") for network in (model, original)]
