@@ -67,7 +67,7 @@ def compress(
             is cut into batches.
         val_loader: where given, every round is scored on it; by agreement with the original network where
             it has no labels.
-        config: the settings; ``Config.preset("recommended")`` unless given.
+        config: the settings; those of the preset ``recommended`` unless given.
         loss_fn: a function of the model's output and the target.
         preset: the name of a preset, instead of ``config``.
         metric: a mean over the batch to report beside the loss; accuracy for cross entropy, unless
@@ -79,8 +79,7 @@ def compress(
         on_round: called after every round with the progress so far.
         on_step: called a few times per second in training.
         resume: the progress of a run that stopped.
-        keep: called after every training step with a function that gives the progress at that step, to be
-            called (and its result stored) only now and then; see :data:`pwfn.progress.Keep`.
+        keep: called after every training step; see :data:`pwfn.progress.Keep`.
         before_batch: called before every batch of validation data; it may raise.
         record: facts to keep in the file beside those of the run, as JSON can hold them.
         distributed: the processes of this run; those it was launched with (torchrun, accelerate launch)
@@ -156,6 +155,7 @@ class Run:
         self.objective = Objective(divergence, self.original) if distils else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.net.data = probe(self.net, self.train, self.scored, distributed)
+        self.net.on_layer = self._at_layer
 
     def whole(self, on_round: Callable[[Progress], None] | None = None) -> Result:
         """Everything that is left to do: the rounds, the choice where there is a target, the finish."""
@@ -301,12 +301,9 @@ class Run:
 
     def _polish(self, net: FixedNetwork) -> None:
         """Train the uncompressed parameters alone, with noise off."""
-        optimizer = torch.optim.SGD(
-            [p for p in net.model.parameters() if p.requires_grad],
-            lr=POLISH_LEARNING_RATE,
-            momentum=MOMENTUM,
-            weight_decay=self.config.training.weight_decay,
-        )
+        trained = [p for p in net.model.parameters() if p.requires_grad]
+        decay = self.config.training.weight_decay
+        optimizer = torch.optim.SGD(trained, POLISH_LEARNING_RATE, MOMENTUM, weight_decay=decay)
         self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
 
     def _result(self, compressed: Compressed) -> Result:
@@ -382,6 +379,10 @@ class Run:
         self.distributed.copy_first_(buffers)
         return loss
 
+    def _at_layer(self, layer: int, layers: int) -> None:
+        if self.on_step is not None and layer < layers:
+            self.on_step(StepEvent.at_layer(layer, layers, len(self.progress.rounds) + 1))
+
     def _in_phase(self, net: Method | FixedNetwork, phase: PhaseState) -> Progress:
         """The progress in the middle of a phase."""
         polishing = isinstance(net, FixedNetwork)
@@ -410,20 +411,13 @@ class Run:
         return steps_in(epochs / self.config.training.accumulate, self.batches_per_epoch)
 
     def scores(self, model: nn.Module, precision: Precision | None = None) -> Scores | None:
-        """Scores of a model on the validation data, if there is any.
-
-        In the precision of training, which is faster, unless given; before and after in float32.
-        """
+        """Scores on the validation data, if there is any; in the precision of training unless given."""
         if self.val is None:
             return None
         # Processes may have different numbers of batches, so that they could not agree to stop here.
         before_batch = self.before_batch if self.distributed.world == 1 else None
         return mean_scores(
-            model,
-            self.val,
-            self.scored,
-            self.metric,
-            precision or self.config.training.precision,
+            *(model, self.val, self.scored, self.metric, precision or self.config.training.precision),
             distributed=self.distributed,
             before_batch=before_batch,
         )

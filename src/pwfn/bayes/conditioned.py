@@ -27,7 +27,7 @@ from pwfn.fixing.lockstep import Conditioning
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
 from pwfn.layout import held, untouched
 
-_PART = 32  # images that pass through the network together
+_PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the network together
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
 _PROBE = 256  # images that the search uses
 _TRIES = 4
@@ -158,7 +158,7 @@ class ConditionedNetwork(Method):
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)
         work = Conditioning(original, model, self.layout, step)
-        work.run(batches)
+        work.run(batches, self.on_layer)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             outputs = [batch.through(network, "conditioning") for network in (model, original)]
@@ -174,7 +174,9 @@ class ConditionedNetwork(Method):
         left = count
         for batch in self.data.examples(count):
             size = min(batch.size, left)
-            parts += [batch.part(at, min(at + _PART, size)) for at in range(0, size, _PART)]
+            each = sum(x.numel() * x.element_size() for x in batch.tensors()) // max(batch.size, 1)
+            stride = min(max(_PART_BYTES // max(each, 1), 1), _LARGEST_PART)
+            parts += [batch.part(at, min(at + stride, size)) for at in range(0, size, stride)]
             left -= size
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")

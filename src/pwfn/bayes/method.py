@@ -90,6 +90,7 @@ class Method(WeightNetwork):
     Options: ClassVar[type[Section] | None] = None  # settings of this method alone: a frozen dataclass
     has_posterior: ClassVar[bool] = False  # whether finish() gives one sigma per weight
     data: DataProbe | None = None  # what fix() may ask of the training data; a run provides it
+    on_layer: Callable[[int, int], None] | None = None  # called in a long fixing: layers done, and in all
     notes: tuple[str, ...] = ()  # what the user should know about the last fixing, in one sentence each
     has_step: ClassVar[bool] = False  # whether the weights lie on a grid whose step a target may decide
     step: float | None = None  # of that grid

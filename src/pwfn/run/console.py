@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
@@ -87,6 +88,8 @@ class ConsoleView(View):
         """Move the bars; elsewhere, print a line if there was none for a minute."""
         self._bars.update(self._run, completed=now.done)
         text = f"{now.stage}: step {now.step:,} of {now.steps:,}, loss {now.loss:.4f}"
+        if math.isnan(now.loss):
+            text = f"{now.stage}: layer {now.step:,} of {now.steps:,}"
         if now.step == now.steps:
             text = f"{now.stage}: fixing and scoring" if now.round <= now.rounds else "finishing"
         if now.stage != self._stage:
