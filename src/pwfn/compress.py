@@ -16,8 +16,8 @@ from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers th
 from pwfn.bayes.batches import Source, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, phases
-from pwfn.bayes.objective import LossFn, Objective, divergence
+from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
+from pwfn.bayes.objective import LossFn, Objective, comparison, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
 from pwfn.bayes.sigma import probe
@@ -144,7 +144,7 @@ class Run:
         if val_loader is not None:
             self.val = Source("val_loader", batched(val_loader), distributed.device, last)
             if config.method == "conditioned" and not distill:  # it needs no labels, so there may be none
-                distill = next((batch.target is None for batch in self.val.batches()), False)
+                distill = comparison(next(self.val.batches(), None), self.original)
         compare = divergence if distill is True else distill or None
         classifies = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
         self.metric = metric or (accuracy if classifies and compare in (None, divergence) else None)
@@ -155,7 +155,7 @@ class Run:
         self.objective = Objective(divergence, self.original) if distils else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.net.data = probe(self.net, self.train, self.scored, distributed)
-        self.net.on_layer = self._at_layer
+        self.net.on_layer = lambda *at: self._at_layer(*at)  # a method would be copied with the network
 
     def whole(self, on_round: Callable[[Progress], None] | None = None) -> Result:
         """Everything that is left to do: the rounds, the choice where there is a target, the finish."""
@@ -215,7 +215,7 @@ class Run:
         state = net.state()
         before = trace.before_fixing(number, net.layout, state)
         quartiles = state.sigma_quartiles()
-        fixed = net.fix(phase.fraction)
+        fixed = fix_alike(net, phase.fraction, self.distributed)
         warnings = warn(net.notes, self.distributed)
         state = net.state()
         after = trace.after_fixing(number, fixed, net.layout, state)

@@ -103,7 +103,7 @@ class ConditionedNetwork(Method):
         if self.step is None:
             self.step = self._found_step(batches)
         before = self.values
-        self.notes, model, _ = self._conditioned(self.step, batches)
+        self.notes, model = self._conditioned(self.step, batches)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -134,10 +134,10 @@ class ConditionedNetwork(Method):
                 some.append(batch)
                 count += batch.size
         tolerance = self.options.tolerance
-        step, best = dyadic(_FIRST * self._root_mean_square), 0.0
+        step = dyadic(_FIRST * self._root_mean_square)
         low, high = 0.0, math.inf  # steps known to be fine, and too coarse
         for _ in range(_TRIES):
-            _, _, distance = self._conditioned(step, some)
+            distance = self._distance(self._conditioned(step, some)[1], some)
             if distance <= tolerance:
                 low = max(low, step)
             else:
@@ -149,22 +149,43 @@ class ConditionedNetwork(Method):
             if not low < new < high:
                 break
             step = new
-        best = low or high / 2 ** (1 / 2)
-        return dyadic(best)
+        return dyadic(low or high / 2 ** (1 / 2))
 
     @torch.no_grad()
-    def _conditioned(self, step: float, batches: Sequence[Batch]) -> tuple[tuple[str, ...], nn.Module, float]:
-        """The network at a step, and how far its outputs are from the original's on the same images."""
+    def _conditioned(self, step: float, batches: Sequence[Batch]) -> tuple[tuple[str, ...], nn.Module]:
+        """The network at a step, and what the user should know about it."""
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)
         work = Conditioning(original, model, self.layout, step)
         work.run(batches, self.on_layer)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches:
-            outputs = [batch.through(network, "conditioning") for network in (model, original)]
-            total += batch.size * _distance(*outputs).double()
         self._original[0].cpu()
-        return work.notes(), model, float(total) / sum(batch.size for batch in batches)
+        return work.notes(), model
+
+    @torch.no_grad()
+    def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
+        """How far the outputs are from the original's on these images.
+
+        KL divergence for class scores, else the squared error relative to the original's variance.
+        """
+        original = self._original[0].to(self.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            before, now = (_output(batch.through(network, "conditioning")) for network in (original, model))
+            if not bool(torch.isfinite(before).all()):
+                raise DataError("the network's outputs are not finite: check the images, or the network")
+            if is_logits(before):
+                sums[0] += batch.size * divergence(now, before).double()
+            else:
+                y = before.double()
+                parts = [(now.double() - y).square().mean(), y.mean(), y.square().mean()]
+                sums[1:] += batch.size * torch.stack(parts)
+        self._original[0].cpu()
+        kl, error, mean, square = (sums / sum(batch.size for batch in batches)).tolist()
+        spread = square - mean**2
+        if spread <= 1e-9 * square:  # one number alone
+            spread = square
+        distance = kl + (error / spread if spread else error)
+        return distance if math.isfinite(distance) else math.inf  # too coarse
 
     def _parts(self, count: int) -> list[Batch]:
         """The first training images, in small parts."""
@@ -183,14 +204,11 @@ class ConditionedNetwork(Method):
         return parts
 
 
-def _distance(output: Any, original: Any) -> Tensor:
-    """KL divergence for class scores, else the squared error relative to the original's variance."""
-    output, original = class_scores(output), class_scores(original)
-    if is_logits(output):
-        return divergence(output, original)
+def _output(output: Any) -> Tensor:
+    """Class scores, or the first tensor of an output."""
+    output = class_scores(output)
     while isinstance(output, (tuple, list)) and output:
-        output, original = output[0], original[0]
+        output = class_scores(output[0])
     if not isinstance(output, Tensor) or not output.is_floating_point():
         raise DataError("the network's output is not a tensor: set options.step, which needs no comparison")
-    spread = original.float().var(correction=0).clamp_min(torch.finfo(torch.float32).tiny)
-    return (output - original).float().square().mean() / spread
+    return output

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.network import WeightNetwork
 from pwfn.config import METHOD_DEFAULTS, WARMUP_EPOCHS, Config, Section, hint
 from pwfn.errors import ConfigError
@@ -140,6 +141,24 @@ class Method(WeightNetwork):
     def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Groups for a torch optimiser."""
         return [{"params": list(self.parameters()), "lr": lr, "weight_decay": weight_decay}]
+
+
+def fix_alike(net: Method, fraction: float, distributed: Distributed) -> FixRecord:
+    """:meth:`Method.fix`, with the same outcome in all processes.
+
+    Where it looks at the data, of which each process has its own share, the first does it for all.
+    """
+    if distributed.world == 1 or not net.has_step:
+        return net.fix(fraction)
+
+    def work() -> tuple[FixRecord, tuple[str, ...], float | None, dict[str, Any]]:
+        record = net.fix(fraction)
+        state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in net.state_dict().items()}
+        return record, net.notes, net.step, state
+
+    record, net.notes, net.step, state = distributed.first(work)
+    net.load_state_dict(state)
+    return record
 
 
 M = TypeVar("M", bound=type[Method])
