@@ -126,7 +126,7 @@ class Conditioning:
             sizes.setdefault(_key(found), size)
 
         with Watch(self._weights[0], note):
-            batch.through(_sharing_copy(self._networks[0]), "the first images")
+            batch.through(sharing_copy(self._networks[0]), "the first images")
         largest = 0
         for key in reversed(sizes):
             largest = sizes[key] = max(largest, sizes[key])
