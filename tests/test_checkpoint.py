@@ -30,7 +30,7 @@ CONFIG = Config().override(
 )
 STEPS = 1 + 6 + 6 + 4  # 5 % of four batches, one and a half epochs twice, one epoch of polish
 VARIANTS: dict[str, dict[str, Any]] = {
-    "adamw and its average": {"training.optimizer": "adamw", "training.ema_decay": 0.9},
+    "adamw": {"training.optimizer": "adamw"},
     "cosine": {"training.scheduler": "cosine"},
     "accumulation": {"training.accumulate": 2},
 }

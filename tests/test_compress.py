@@ -360,7 +360,6 @@ LEVERS = BRIEF.override(
         "fixing.zero_threshold": 0.3,
         "training.distill": True,
         "training.scheduler": "cosine",
-        "training.ema_decay": 0.9,
         "schedule.epochs_per_round": [0.5, 1, 1.5],
         "finish.fold_batchnorm": True,
     }
@@ -1244,6 +1243,6 @@ def test_a_result_prints_in_ten_lines_and_its_repr_is_one() -> None:
 
 def test_a_preset_may_be_given_by_name() -> None:
     model, data = nn.Linear(4, 2), tiny_data(2)
-    assert same(compress(model, data, preset="quick"), compress(model, data, config=Config.preset("quick")))
+    assert same(compress(model, data, preset="paper"), compress(model, data, config=Config.preset("paper")))
     with pytest.raises(ConfigError, match="give config or preset, not both"):
         compress(model, data, config=Config(), preset="quick")

@@ -207,9 +207,13 @@ def test_no_default_can_change_the_paper_preset() -> None:
     assert set(PRESETS["paper"]) == set(FIELDS) - free
 
 
-def test_the_quick_preset_trains_three_epochs_in_all() -> None:
+def test_the_quick_preset_trains_nothing_and_keeps_batchnorm_statistics() -> None:
     quick = Config.preset("quick")
-    assert sum(phase.epochs for phase in phases(quick)) + quick.finish.polish_epochs == pytest.approx(3.0)
+    assert quick.method == "conditioned"
+    assert sum(phase.epochs for phase in phases(quick)) + quick.finish.polish_epochs == 0
+    assert quick.finish.reestimate_epochs == 0
+    with pytest.raises(ConfigError, match="conditioned"):
+        Config.preset("quick", "lsq")
 
 
 @pytest.mark.parametrize("name", ["papr", "Paper", "", "ours", None, 3, ["paper"], {}])

@@ -251,6 +251,9 @@ def test_a_star_marks_the_states_that_no_other_beats() -> None:
     assert [line.endswith("*") for line in lines[2:]] == [True, True, False, False]
     assert lines[2].split() == ["1", "25.0%", "90.00%", "5", "3.00", "9,000", "*"]
     assert lines[-1].split()[2] == "-"
+    tried = state_lines([replace(states[0], step=0.046875)])
+    assert tried[-1].split()[:3] == ["1", "0.04688", "90.00%"]
+    assert "step" in tried[1]
 
 
 # TensorBoard

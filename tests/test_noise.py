@@ -15,8 +15,7 @@ from pwfn import Config, GaussianNetwork, compress
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.sigma import noisy_loss, probe
-from pwfn.bayes.sigma import SIGMA_FLOOR
+from pwfn.bayes.sigma import SIGMA_FLOOR, noisy_loss, probe
 from pwfn.progress import Progress
 
 CPU = torch.device("cpu")

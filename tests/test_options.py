@@ -25,6 +25,7 @@ def test_changes_win_over_the_file_and_named_options_over_the_changes(tmp_path: 
     expected = {"fixing.grid_exponent": 9, "seed": 7, "target.bits": 3.0, "target.max_drop": 0.5}
     assert found == Config.preset("paper").override(expected)
     assert settings(None, file, target_bits=2.5).target.bits == 2.5
+    assert settings(None, file, target_bytes=9000).target.bytes == 9000
 
 
 def test_zero_is_a_value_and_not_the_absence_of_one() -> None:

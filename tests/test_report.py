@@ -320,6 +320,16 @@ def test_the_states_after_each_round_are_listed(data: RunData, text: str) -> Non
     assert "yes" in [row[6][0] for row in rows]
 
 
+def test_the_steps_that_were_tried_are_listed(copy: Path, undrawn: None) -> None:
+    def with_steps(record: Any) -> Any:
+        states = [{**state, "step": 0.5**n} for n, state in enumerate(record["states"])]
+        return {**record, "states": states}
+
+    change_json(copy / "record.json", with_steps)
+    rows = cells(page([read_run(copy)]), "run, at each step that was tried")
+    assert [row[1][0] for row in rows] == ["1", "0.5", "0.25"]
+
+
 def test_the_cost_sheet_is_that_of_the_network(folder: Path, text: str) -> None:
     path = folder / "model.pwfn"
     sheet = cost_sheet(load(path), models.digits_resnet(), torch.zeros(1, 1, 8, 8), file=path)

@@ -450,52 +450,6 @@ def test_the_cpus_own_way_to_say_that_memory_ran_out_is_known() -> None:
         train(GaussianNetwork(Greedy(3, 2)), SIXTY_FOUR, 1, F.cross_entropy, PLAIN)
 
 
-# The moving average
-
-
-def test_the_network_has_the_average_of_its_steps_in_the_end() -> None:
-    data = [(torch.randn(8, 3), torch.randn(8, 2)) for _ in range(4)]
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    config = sigma_learns()
-    one, other = GaussianNetwork(model, config), GaussianNetwork(model, config)
-    seen: list[dict[str, Tensor]] = []
-
-    def numbers(net: GaussianNetwork) -> dict[str, Tensor]:
-        named = (*net.named_parameters(), *net.named_buffers())
-        return {name: value.detach().clone() for name, value in named if value.is_floating_point()}
-
-    def after_step(*_: Any) -> None:
-        seen.append(numbers(one))
-
-    batches = source(data).endless()
-    options: dict[str, Any] = {"where": "here", "seed": 3}
-    objective = Objective(F.mse_loss)
-    fit(one, batches, 30, objective, PLAIN, optimizer=sgd(one, PLAIN), after_step=after_step, **options)
-    averaged = TrainingConfig(weight_decay=0.0, learning_rate=0.1, ema_decay=0.6)
-    batches = source(data).endless()
-    fit(other, batches, 30, objective, averaged, optimizer=sgd(other, averaged), **options)
-    kept = seen[0]  # the first step starts the average
-    for step, now in enumerate(seen[1:], 1):
-        decay = min(0.6, (step + 1) / (step + 10))
-        kept = {name: decay * kept[name] + (1 - decay) * value for name, value in now.items()}
-    found = numbers(other)
-    moved = [name for name in found if not torch.allclose(found[name], seen[-1][name])]
-    assert {"free_mu", "model.1.weight", "model.1.running_mean"} <= {*moved}
-    for name, value in found.items():
-        assert torch.allclose(value, kept[name], atol=1e-6), name
-
-
-def test_a_run_fixes_what_the_average_says() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(4)]
-    short = Config().override({"schedule.fractions": [0.5, 1.0], "training.learning_rate": 0.1})
-    plain = compress(model, data, data, short)
-    found = compress(model, data, data, short.override({"training.ema_decay": 0.9}))
-    assert found.rounds[0].loss == plain.rounds[0].loss  # the steps themselves are the same
-    assert not torch.equal(found.compressed.values(), plain.compressed.values())
-
-
 # The learning rate
 
 

@@ -134,6 +134,9 @@ def compress(
     target_bits: Annotated[
         float | None, _option(SETTINGS, "Target: bits per weight; keeps the most accurate network.")
     ] = None,
+    target_bytes: Annotated[
+        int | None, _option(SETTINGS, "Target: bytes of the file; keeps the most accurate network.")
+    ] = None,
     posterior: Annotated[
         str | None,
         _option(SETTINGS, "Sigmas in the file: centre (one per value, default), weight (one each) or none."),
@@ -161,7 +164,8 @@ def compress(
         *(model, data, out, weights, classes, device, batch_size, test_batch_size, workers, holdout, limit),
         *(resume, checkpoint_minutes, tensorboard, posterior, eval_data),
     )
-    chosen = options.settings(preset, config, changes or [], seed, max_drop, target_bits, method)
+    targets = (max_drop, target_bits, target_bytes)
+    chosen = options.settings(preset, config, changes or [], seed, *targets, method=method)
     distributed = distributed_for(device)
     view = console.View() if as_json else console.ConsoleView()
     if dry_run:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from pwfn.bayes.batches import Source
 from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
+from pwfn.bayes.batches import Source, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, phases
-from pwfn.bayes.objective import LossFn, Objective, divergence
+from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
+from pwfn.bayes.objective import LossFn, Objective, comparison, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
 from pwfn.bayes.sigma import probe
@@ -28,7 +28,7 @@ from pwfn.errors import ConfigError
 from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
-from pwfn.evaluate.targets import State, check_target, choose, meets
+from pwfn.evaluate.targets import State, check_target, choose, next_step
 from pwfn.evaluate.verdict import doubts, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
@@ -37,7 +37,6 @@ from pwfn.progress import Keep, Progress, Round, StepEvent, on_cpu
 from pwfn.result import Result
 
 POLISH_LEARNING_RATE = 1e-3
-_TENSOR_BATCH = 64  # examples per batch, where the data are one tensor
 
 
 def compress(
@@ -64,11 +63,11 @@ def compress(
     Args:
         model: any eager model with convolution or linear layers; it is not changed.
         train_loader: batches ``(input, …, target)``, mappings with ``labels`` or ``target``, or inputs
-            alone with ``distill`` or ``preset="quick"``; iterated again for every epoch. A tensor is cut
-            into batches along its first axis.
-        val_loader: where given, every round is scored on it. With ``preset="quick"`` it may have no labels:
-            the scores are then agreement with the original network, and divergence.
-        config: the settings; ``Config.preset("recommended")`` unless given.
+            alone with ``distill`` or ``preset="quick"``; iterated again for every epoch. A tensor of inputs
+            is cut into batches.
+        val_loader: where given, every round is scored on it; by agreement with the original network where
+            it has no labels.
+        config: the settings; those of the preset ``recommended`` unless given.
         loss_fn: a function of the model's output and the target.
         preset: the name of a preset, instead of ``config``.
         metric: a mean over the batch to report beside the loss; accuracy for cross entropy, unless
@@ -80,8 +79,7 @@ def compress(
         on_round: called after every round with the progress so far.
         on_step: called a few times per second in training.
         resume: the progress of a run that stopped.
-        keep: called after every training step with a function that gives the progress at that step, to be
-            called (and its result stored) only now and then; see :data:`pwfn.progress.Keep`.
+        keep: called after every training step; see :data:`pwfn.progress.Keep`.
         before_batch: called before every batch of validation data; it may raise.
         record: facts to keep in the file beside those of the run, as JSON can hold them.
         distributed: the processes of this run; those it was launched with (torchrun, accelerate launch)
@@ -99,18 +97,11 @@ def compress(
     >>> result.compressed.values().numel()
     10
     """
-    if config is not None and preset is not None:
-        raise ConfigError("give config or preset, not both")
-    config = Config.preset(preset or "recommended") if config is None else config
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"config is a {type(config).__name__}: allowed is a pwfn.Config, such as "
-            'pwfn.Config.preset("paper")'
-        )
+    config = Config.chosen(config, preset)
     if resume is not None and not isinstance(resume, Progress):
         raise ConfigError(f"resume is a {type(resume).__name__}: allowed is a pwfn.progress.Progress")
     if distributed is None:
-        distributed = distributed_for(_device_of(model) if device is None else device)
+        distributed = distributed_for(device_of(model) if device is None else device)
     with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
         run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill)
         run.progress = resume or Progress()
@@ -143,27 +134,28 @@ class Run:
         self.config, self.distributed, self.progress = config, distributed, Progress()
         self.record: dict[str, Any] = {}  # facts that every file of this run keeps
         self.net: Method = METHODS[config.method](model, config).to(distributed.device)
+        self.searches = self.net.has_step and config.target.wanted
         self.phases = phases(config)
         self.original = copy.deepcopy(model).to(distributed.device).eval()
         # Convolutions in bf16 and fp16 are fastest on CUDA with this order.
         last = config.training.precision is not Precision.FP32 and distributed.device.type == "cuda"
-        self.train = Source("train_loader", _batched(train_loader), distributed.device, last)
+        self.train = Source("train_loader", batched(train_loader), distributed.device, last)
         self.val: Source | None = None
         if val_loader is not None:
-            self.val = Source("val_loader", _batched(val_loader), distributed.device, last)
+            self.val = Source("val_loader", batched(val_loader), distributed.device, last)
             if config.method == "conditioned" and not distill:  # it needs no labels, so there may be none
-                distill = next((batch.target is None for batch in self.val.batches()), False)
+                distill = comparison(next(self.val.batches(), None), self.original)
         compare = divergence if distill is True else distill or None
         classifies = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
         self.metric = metric or (accuracy if classifies and compare in (None, divergence) else None)
         check_target(config.target, self.val is not None and self.metric is not None)
         # The argument replaces the task; the setting only changes how it is trained.
         self.scored = Objective(compare, self.original) if compare else Objective(loss_fn)
-        self.objective = self.scored
-        if compare is None and config.training.distill:
-            self.objective = Objective(divergence, self.original)
+        distils = compare is None and config.training.distill
+        self.objective = Objective(divergence, self.original) if distils else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.net.data = probe(self.net, self.train, self.scored, distributed)
+        self.net.on_layer = lambda *at: self._at_layer(*at)  # a method would be copied with the network
 
     def whole(self, on_round: Callable[[Progress], None] | None = None) -> Result:
         """Everything that is left to do: the rounds, the choice where there is a target, the finish."""
@@ -174,13 +166,23 @@ class Run:
         self.batches = self.train.endless(self.progress.batches)
         if self.progress.random is not None:
             restore_random_states(self.progress.random[self.distributed.rank])
+        for number, phase in self._rounds_left():
+            self._round(number, phase)
+            if on_round is not None:
+                on_round(self.progress)
+        return self._finish()
+
+    def _rounds_left(self) -> Iterator[tuple[int, Phase]]:
+        """The rounds that are not done; where a target decides the step of a grid, one for each try."""
         done = self.progress.rounds[-1].fix.fraction if self.progress.rounds else 0.0
         for number, phase in enumerate(self.phases, 1):
             if phase.fraction > done:
-                self._round(number, phase)
-                if on_round is not None:
-                    on_round(self.progress)
-        return self._finish()
+                yield number, phase
+        while self.searches:
+            self.net.step = next_step(self.progress.states, self.progress.before, self.config.target)
+            if self.net.step is None:
+                return
+            yield len(self.progress.rounds) + 1, self.phases[-1]
 
     def _start(self) -> None:
         """Score the original, and let the method find its starting values."""
@@ -213,11 +215,12 @@ class Run:
         state = net.state()
         before = trace.before_fixing(number, net.layout, state)
         quartiles = state.sigma_quartiles()
-        fixed = net.fix(phase.fraction)
+        fixed = fix_alike(net, phase.fraction, self.distributed)
         warnings = warn(net.notes, self.distributed)
         state = net.state()
         after = trace.after_fixing(number, fixed, net.layout, state)
         self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
+        states = [self._state(number, phase.fraction)] if self.searches else []
         made = Round(
             number=number,
             steps=steps,
@@ -225,11 +228,12 @@ class Run:
             fix=fixed,
             fixed=Pool.of(state.mu if state.fixed is None else state.mu[state.fixed]),
             sigma_quartiles=quartiles,
-            scores=self.scores(net),
+            scores=states[0].scores if self.searches else self.scores(net),
             seconds=time.perf_counter() - started,
             traces=(after,) if before is None else (before, after),
         )
-        states = (self._state(number, phase.fraction),) if self.config.target.wanted else ()
+        if self.config.target.wanted and not states:
+            states.append(self._state(number, phase.fraction))
         self._advance(
             rounds=(*self.progress.rounds, made),
             states=(*self.progress.states, *states),
@@ -245,6 +249,8 @@ class Run:
             steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
             where = f"the state after round {number}"
             reestimate_batchnorm(fixed, self.train.endless(), steps, where, self.distributed)
+        if self.searches:  # nothing is trained after it: its bytes are those of the file
+            shrink_uncompressed(fixed.model, self.config.finish)
         compressed = fixed.finish()
         scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         restore_random_states(dice)
@@ -252,7 +258,7 @@ class Run:
         whole = replace(compressed, record={**compressed.record, **facts, **self.record})
         pool = Pool.of(compressed.values())
         content = self.distributed.first(lambda: dumps(whole))
-        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content)
+        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.step)
 
     def _finish(self) -> Result:
         """Choose a state where there is a target, then what comes after the last fixing."""
@@ -260,7 +266,7 @@ class Run:
         choice = progress.choice
         if self.config.target.wanted and choice is None:
             choice = choose(progress.states, progress.before, self.config.target)
-        if choice is not None and choice.round < len(self.phases):
+        if choice is not None and choice.round < len(progress.rounds):
             compressed = loads(next(s for s in progress.states if s.round == choice.round).content)
         else:
             compressed = self.net.finish()
@@ -295,16 +301,13 @@ class Run:
 
     def _polish(self, net: FixedNetwork) -> None:
         """Train the uncompressed parameters alone, with noise off."""
-        optimizer = torch.optim.SGD(
-            [p for p in net.model.parameters() if p.requires_grad],
-            lr=POLISH_LEARNING_RATE,
-            momentum=MOMENTUM,
-            weight_decay=self.config.training.weight_decay,
-        )
+        trained = [p for p in net.model.parameters() if p.requires_grad]
+        decay = self.config.training.weight_decay
+        optimizer = torch.optim.SGD(trained, POLISH_LEARNING_RATE, MOMENTUM, weight_decay=decay)
         self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
 
     def _result(self, compressed: Compressed) -> Result:
-        progress, target = self.progress, self.config.target
+        progress = self.progress
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         summary = summarise(compressed.layout, compressed.values())
         facts = {
@@ -313,7 +316,6 @@ class Run:
             "before": progress.before.to_dict() if progress.before else None,
             "after": after.to_dict() if after else None,
         }
-        met = meets(target, progress.before, after, summary.whole.entropy_bits) if target.wanted else None
         polished = self.config.finish.polish_epochs if self.polish_steps else 0.0
         return Result(
             compressed=replace(compressed, record={**compressed.record, **facts, **self.record}),
@@ -327,7 +329,6 @@ class Run:
             seconds=progress.seconds,
             states=progress.states,
             choice=progress.choice,
-            target_met=met,
             warnings=warn(ruin(progress.before, after), self.distributed) + progress.warnings,
             _original=self.original,
         )
@@ -364,7 +365,7 @@ class Run:
             self.batches,
             steps,
             self.objective,
-            replace(training, scheduler=SchedulerName.NONE, ema_decay=0.0) if polish else training,
+            replace(training, scheduler=SchedulerName.NONE) if polish else training,
             optimizer=optimizer,
             where=where,
             seed=seed,
@@ -378,11 +379,15 @@ class Run:
         self.distributed.copy_first_(buffers)
         return loss
 
+    def _at_layer(self, layer: int, layers: int) -> None:
+        if self.on_step is not None and layer < layers:
+            self.on_step(StepEvent.at_layer(layer, layers, len(self.progress.rounds) + 1))
+
     def _in_phase(self, net: Method | FixedNetwork, phase: PhaseState) -> Progress:
         """The progress in the middle of a phase."""
-        if isinstance(net, FixedNetwork):
-            return self._now(uncompressed=on_cpu(net.model.state_dict()), phase=phase)
-        return self._now(network=on_cpu(net.state_dict()), phase=phase)
+        polishing = isinstance(net, FixedNetwork)
+        state = on_cpu(net.model.state_dict() if polishing else net.state_dict())
+        return self._now(phase=phase, **{"uncompressed" if polishing else "network": state})
 
     def _advance(self, **changes: Any) -> None:
         """The progress between two phases."""
@@ -406,30 +411,13 @@ class Run:
         return steps_in(epochs / self.config.training.accumulate, self.batches_per_epoch)
 
     def scores(self, model: nn.Module, precision: Precision | None = None) -> Scores | None:
-        """Scores of a model on the validation data, if there is any.
-
-        In the precision of training, which is faster, unless given; before and after in float32.
-        """
+        """Scores on the validation data, if there is any; in the precision of training unless given."""
         if self.val is None:
             return None
         # Processes may have different numbers of batches, so that they could not agree to stop here.
         before_batch = self.before_batch if self.distributed.world == 1 else None
         return mean_scores(
-            model,
-            self.val,
-            self.scored,
-            self.metric,
-            precision or self.config.training.precision,
+            *(model, self.val, self.scored, self.metric, precision or self.config.training.precision),
             distributed=self.distributed,
             before_batch=before_batch,
         )
-
-
-def _batched(loader: Iterable[Any]) -> Iterable[Any]:
-    """A loader; a tensor of examples as batches of them."""
-    return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
-    return next((p.device for p in parameters), torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,12 @@ class StepEvent:
     learning_rate: float
     done: float  # fraction of all training steps of the run
     batches: int = 0  # drawn in the whole run
+
+    @classmethod
+    def at_layer(cls, layer: int, layers: int, round_number: int) -> StepEvent:
+        """A moment in a fixing that goes layer by layer; there is no loss."""
+        stage = f"network {round_number}"
+        return cls(stage, round_number, round_number, layer, layers, 0.0, 0.0, math.nan, 0.0, layer / layers)
 
 
 @dataclass(frozen=True)

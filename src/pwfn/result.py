@@ -15,7 +15,7 @@ from pwfn.config import Config
 from pwfn.evaluate.entropy import Summary
 from pwfn.evaluate.inspect import fp32_bytes
 from pwfn.evaluate.score import Scores
-from pwfn.evaluate.targets import Choice, State
+from pwfn.evaluate.targets import Choice, State, meets
 from pwfn.evaluate.verdict import ruin
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import dumps
@@ -38,7 +38,6 @@ class Result:
     _original: nn.Module = field(repr=False)
     states: tuple[State, ...] = ()  # after each round, where there was a target
     choice: Choice | None = None  # of one of them
-    target_met: bool | None = None  # by the figures at the end
     saved_bytes: int | None = None  # of the file of a run in a folder
     warnings: tuple[str, ...] = ()  # what looks wrong, in one sentence each; empty for a healthy run
 
@@ -56,6 +55,14 @@ class Result:
     def file_bytes(self) -> int:
         """Size of the .pwfn file."""
         return len(dumps(self.compressed)) if self.saved_bytes is None else self.saved_bytes
+
+    @property
+    def target_met(self) -> bool | None:
+        """Whether the figures at the end are within the target; None if there is none."""
+        target, bits = self.config.target, self.summary.whole.entropy_bits
+        # The size is measured only where it matters: it takes as long as writing the file.
+        size = 0 if target.bytes is None else self.file_bytes
+        return meets(target, self.before, self.after, bits, size) if target.wanted else None
 
     @property
     def ruined(self) -> str:

@@ -62,7 +62,7 @@ def run(model: nn.Module | None = None, **training: Any) -> Result:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("changes", [{"optimizer": "sgd"}, {"optimizer": "adamw"}, {"ema_decay": 0.9}])
+@pytest.mark.parametrize("changes", [{"optimizer": "sgd"}, {"optimizer": "adamw"}])
 def test_a_captured_run_ends_with_the_same_bits(precision: str, changes: dict[str, Any]) -> None:
     plain = run(precision=precision, **changes)
     captured = run(precision=precision, **changes, cuda_graph=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, PwfnError, TooLargeError, cause
 
+_TENSOR_BATCH = 64  # examples per batch, where the data are one tensor
 _TARGET_KEYS = ("labels", "label", "target", "targets")
 # What a model or a loss raises for a batch that it cannot process. Anything else is a bug of its own.
 BATCH_ERRORS = (
@@ -224,3 +225,14 @@ class Stream:
                 only_once = f"gave nothing in pass {epoch + 1}: it can be read only once"
                 why = "is empty" if epoch == 0 else only_once
                 raise DataError(f"{source.name} {why}; pass a loader that can be iterated repeatedly")
+
+
+def batched(loader: Iterable[Any]) -> Iterable[Any]:
+    """A loader as it is; a tensor of examples as batches of them."""
+    return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters; the CPU where it has none."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    return next((p.device for p in parameters), torch.device("cpu"))

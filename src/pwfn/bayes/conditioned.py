@@ -1,8 +1,9 @@
 """A network fixed by conditioning: no labels, no training, a thousand images, seconds to minutes.
 
 All weights go to multiples of one step, layer by layer and column by column; see
-:mod:`pwfn.fixing.lockstep`. Without a step of its own a run finds the largest one at which the outputs
-stay close to those of the original network.
+:mod:`pwfn.fixing.lockstep`. Filters before BatchNorm are scaled first where that pays; see
+:mod:`pwfn.fixing.scale`. Without a step of its own a run finds one at which the outputs stay close to those
+of the original network.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +21,18 @@ from torch import Tensor, nn
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import Method, WeightState, register
 from pwfn.bayes.objective import class_scores, divergence, is_logits
+from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
+from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, WeightError
 from pwfn.file.compressed import Compressed
 from pwfn.fixing.condition import dyadic
 from pwfn.fixing.lockstep import Conditioning
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
+from pwfn.fixing.scale import scale_filters
 from pwfn.layout import held, untouched
 
-_PART = 32  # images that pass through the network together
+_PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the network together
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
 _PROBE = 256  # images that the search uses
 _TRIES = 4
@@ -67,6 +72,7 @@ class ConditionedNetwork(Method):
 
     defaults = METHOD_DEFAULTS["conditioned"]
     Options = ConditionedOptions
+    has_step = True
     values: Tensor
     fixed: Tensor
 
@@ -77,7 +83,8 @@ class ConditionedNetwork(Method):
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=start.device))
         # Out of reach of state_dict and to: every try starts from the original, on the CPU.
         self._original = (copy.deepcopy(model).cpu().eval(),)
-        self._root_mean_square = math.sqrt(float(start.double().square().mean()))
+        self._is_scaled = False
+        self._root_mean_square = root_mean_square(start)
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
 
@@ -97,12 +104,14 @@ class ConditionedNetwork(Method):
     def fix(self, fraction: float) -> FixRecord:
         """Fix all weights at multiples of :attr:`step` or, where that is None, of the one that it finds."""
         batches = self._parts(self.options.images)
+        if not self._is_scaled:
+            self._scale(batches)
         if self.step is None and self.options.step is not None:
             self.step = dyadic(self.options.step * self._root_mean_square)
         if self.step is None:
             self.step = self._found_step(batches)
         before = self.values
-        self.notes, model, _ = self._conditioned(self.step, batches)
+        self.notes, model = self._conditioned(self.step, batches)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -125,6 +134,15 @@ class ConditionedNetwork(Method):
         """Groups for a torch optimiser: the uncompressed parameters."""
         return [{"params": list(self.model.parameters()), "lr": lr, "weight_decay": weight_decay}]
 
+    def _scale(self, batches: Sequence[Batch]) -> None:
+        """Scale the original's filters where that makes the file smaller; its function stays the same."""
+        model = self._original[0].to(self.device)
+        draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
+        if scale_filters(model, self.layout, batches, partial(_log_likelihood, draws=draws)):
+            self._root_mean_square = root_mean_square(self.layout.gather(model))
+        model.cpu()
+        self._is_scaled = True
+
     def _found_step(self, batches: Sequence[Batch]) -> float:
         """The step at which the outputs diverge by the tolerance, about: a few tries on fewer images."""
         count, some = 0, []
@@ -133,10 +151,10 @@ class ConditionedNetwork(Method):
                 some.append(batch)
                 count += batch.size
         tolerance = self.options.tolerance
-        step, best = dyadic(_FIRST * self._root_mean_square), 0.0
+        step = dyadic(_FIRST * self._root_mean_square)
         low, high = 0.0, math.inf  # steps known to be fine, and too coarse
         for _ in range(_TRIES):
-            _, _, distance = self._conditioned(step, some)
+            distance = self._distance(self._conditioned(step, some)[1], some)
             if distance <= tolerance:
                 low = max(low, step)
             else:
@@ -148,24 +166,43 @@ class ConditionedNetwork(Method):
             if not low < new < high:
                 break
             step = new
-        best = low or high / 2 ** (1 / 2)
-        return dyadic(best)
+        return dyadic(low or high / 2 ** (1 / 2))
 
     @torch.no_grad()
-    def _conditioned(
-        self, step: float, batches: Sequence[Batch]
-    ) -> tuple[tuple[str, ...], nn.Module, float]:
-        """The network at a step, and how far its outputs are from the original's on the same images."""
+    def _conditioned(self, step: float, batches: Sequence[Batch]) -> tuple[tuple[str, ...], nn.Module]:
+        """The network at a step, and what the user should know about it."""
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)
         work = Conditioning(original, model, self.layout, step)
-        work.run(batches)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches:
-            outputs = [batch.through(network, "conditioning") for network in (model, original)]
-            total += batch.size * _distance(*outputs).double()
+        work.run(batches, self.on_layer)
         self._original[0].cpu()
-        return work.notes(), model, float(total) / sum(batch.size for batch in batches)
+        return work.notes(), model
+
+    @torch.no_grad()
+    def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
+        """How far the outputs are from the original's on these images.
+
+        KL divergence for class scores, else the squared error relative to the original's variance.
+        """
+        original = self._original[0].to(self.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            before, now = (_output(batch.through(network, "conditioning")) for network in (original, model))
+            if not bool(torch.isfinite(before).all()):
+                raise DataError("the network's outputs are not finite: check the images, or the network")
+            if is_logits(before):
+                sums[0] += batch.size * divergence(now, before).double()
+            else:
+                y = before.double()
+                parts = [(now.double() - y).square().mean(), y.mean(), y.square().mean()]
+                sums[1:] += batch.size * torch.stack(parts)
+        self._original[0].cpu()
+        kl, error, mean, square = (sums / sum(batch.size for batch in batches)).tolist()
+        spread = square - mean**2
+        if spread <= 1e-9 * square:  # one number alone
+            spread = square
+        distance = kl + (error / spread if spread else error)
+        return distance if math.isfinite(distance) else math.inf  # too coarse
 
     def _parts(self, count: int) -> list[Batch]:
         """The first training images, in small parts."""
@@ -175,21 +212,31 @@ class ConditionedNetwork(Method):
         left = count
         for batch in self.data.examples(count):
             size = min(batch.size, left)
-            parts += [batch.part(at, min(at + _PART, size)) for at in range(0, size, _PART)]
+            each = sum(x.numel() * x.element_size() for x in batch.tensors()) // max(batch.size, 1)
+            stride = min(max(_PART_BYTES // max(each, 1), 1), _LARGEST_PART)
+            parts += [batch.part(at, min(at + stride, size)) for at in range(0, size, stride)]
             left -= size
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")
         return parts
 
 
-def _distance(output: Any, original: Any) -> Tensor:
-    """KL divergence for class scores, else the squared error relative to the original's variance."""
-    output, original = class_scores(output), class_scores(original)
-    if is_logits(output):
-        return divergence(output, original)
+def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
+    """Of labels drawn from the output's own distribution; of draws around it where it is no class scores."""
+    scores = _output(output).float()
+    if not is_logits(scores):
+        noise = torch.randn(scores.shape, generator=draws, device=scores.device)
+        return (scores * noise).sum()
+    flat = scores.movedim(1, -1).flatten(0, -2)
+    labels = torch.multinomial(flat.detach().softmax(-1), 1, generator=draws)
+    return flat.log_softmax(-1).gather(-1, labels).sum()
+
+
+def _output(output: Any) -> Tensor:
+    """Class scores, or the first tensor of an output."""
+    output = class_scores(output)
     while isinstance(output, (tuple, list)) and output:
-        output, original = output[0], original[0]
+        output = class_scores(output[0])
     if not isinstance(output, Tensor) or not output.is_floating_point():
         raise DataError("the network's output is not a tensor: set options.step, which needs no comparison")
-    spread = original.float().var(correction=0).clamp_min(torch.finfo(torch.float32).tiny)
-    return (output - original).float().square().mean() / spread
+    return output

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.network import WeightNetwork
 from pwfn.config import METHOD_DEFAULTS, WARMUP_EPOCHS, Config, Section, hint
 from pwfn.errors import ConfigError
@@ -77,7 +78,7 @@ class DataProbe:
 
     through: Callable[[nn.Module], object]  # puts the first batch through a module
     loss: Callable[[], float]  # mean loss over the first batches, each with the same noise at every call
-    examples: Callable[[int], Sequence[Batch]]  # the first batches with at least so many examples, if there are
+    examples: Callable[[int], Sequence[Batch]]  # the first batches with so many examples, or all
 
 
 class Method(WeightNetwork):
@@ -90,8 +91,10 @@ class Method(WeightNetwork):
     Options: ClassVar[type[Section] | None] = None  # settings of this method alone: a frozen dataclass
     has_posterior: ClassVar[bool] = False  # whether finish() gives one sigma per weight
     data: DataProbe | None = None  # what fix() may ask of the training data; a run provides it
+    on_layer: Callable[[int, int], None] | None = None  # called in a long fixing: layers done, and in all
     notes: tuple[str, ...] = ()  # what the user should know about the last fixing, in one sentence each
-    step: float | None = None  # of the grid, for methods that a target can give another one
+    has_step: ClassVar[bool] = False  # whether the weights lie on a grid whose step a target may decide
+    step: float | None = None  # of that grid
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config)
@@ -138,6 +141,24 @@ class Method(WeightNetwork):
     def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Groups for a torch optimiser."""
         return [{"params": list(self.parameters()), "lr": lr, "weight_decay": weight_decay}]
+
+
+def fix_alike(net: Method, fraction: float, distributed: Distributed) -> FixRecord:
+    """:meth:`Method.fix`, with the same outcome in all processes.
+
+    Where it looks at the data, of which each process has its own share, the first does it for all.
+    """
+    if distributed.world == 1 or not net.has_step:
+        return net.fix(fraction)
+
+    def work() -> tuple[FixRecord, tuple[str, ...], float | None, dict[str, Any]]:
+        record = net.fix(fraction)
+        state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in net.state_dict().items()}
+        return record, net.notes, net.step, state
+
+    record, net.notes, net.step, state = distributed.first(work)
+    net.load_state_dict(state)
+    return record
 
 
 M = TypeVar("M", bound=type[Method])

@@ -186,6 +186,17 @@ def divergence(output: Tensor, reference: Tensor) -> Tensor:
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
 
 
+@torch.no_grad()
+def comparison(batch: Batch | None, original: nn.Module) -> bool | LossFn:
+    """How data like this batch is scored against the original network; False: by its labels.
+
+    Without labels by :func:`divergence` (True), or by the squared error where outputs are no class scores.
+    """
+    if batch is None or batch.target is not None:
+        return False
+    return is_logits(class_scores(batch.through(original, "val_loader, batch 1"))) or F.mse_loss
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within the block the model is in evaluation mode; afterwards every module has its own mode again."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel
 
 from pwfn.bayes.batches import Batch, is_out_of_memory
 from pwfn.bayes.cuda_graph import GraphedStep
@@ -38,7 +37,6 @@ class PhaseState:
     totals: list[float]  # sum of their losses, in each process
     optimizer: dict[str, Any]
     scaler: dict[str, Any]  # of the loss, for fp16; empty otherwise
-    average: dict[str, Any] | None = None  # the moving average, where there is one
 
 
 AfterStep = Callable[[int, Callable[[], PhaseState]], None]
@@ -68,8 +66,7 @@ def fit(
     A step averages the gradients of ``config.accumulate`` batches, and of all processes. With ``start`` it
     resumes where that snapshot was taken, with the learning rates of this optimiser. The gradient's norm
     is clipped before the regulariser's gradient is added: the regulariser's own norm is
-    ``alpha * sqrt(N)``, and clipping the sum would shrink every step. With ``config.ema_decay`` the
-    network ends with the moving average.
+    ``alpha * sqrt(N)``, and clipping the sum would shrink every step.
 
     The noise of a torch optimiser's steps is a function of ``seed`` and the number of the batch, or
     torch's own random state without a seed. A flat optimiser has its own seed and, with the same one,
@@ -79,13 +76,10 @@ def fit(
     distributed = distributed or Distributed(net.device)
     stepper = _Stepper(net, objective, config, optimizer, distributed, seed)
     log = _LossLog(net.device, steps, where)
-    average = Average(net, config.ema_decay) if config.ema_decay else None
     first = 0 if start is None else start.step
     if start is not None:
         stepper.restore(start)
         log.total += start.totals[distributed.rank]
-        if average is not None and start.average is not None:
-            average.model.load_state_dict(start.average)
     scheduler = _scheduler(optimizer, config.scheduler, steps, first)
 
     def snapshot() -> PhaseState:
@@ -95,13 +89,10 @@ def fit(
             distributed.gather(float(log.total)),
             copy.deepcopy(optimizer.state_dict()),
             stepper.scaler.state_dict(),
-            copy.deepcopy(average.model.state_dict()) if average is not None else None,
         )
 
     for step in range(first, steps):
         loss, norm = stepper.step(batches, f"{where}, step {step + 1}")
-        if average is not None:
-            average.update()
         mean = log.add(step, loss, norm)
         if on_loss is not None and mean is not None:
             on_loss(step + 1, mean, optimizer.param_groups[0]["lr"])
@@ -109,8 +100,6 @@ def fit(
             after_step(step + 1, snapshot)
         if scheduler is not None and step + 1 < steps:
             scheduler.step()
-    if average is not None:
-        average.copy_to_network()
     return float(distributed.total(log.total)) / distributed.world / max(steps, 1)
 
 
@@ -123,36 +112,6 @@ def _scheduler(
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2, last_epoch=done - 1)
-
-
-class Average:
-    """An exponential moving average of the trained parameters and BatchNorm statistics.
-
-    ``average = d * average + (1 - d) * now`` with ``d = min(decay, (n + 1) / (n + 10))`` after n steps: it
-    is short in the beginning, so that it forgets where the phase began. Fixed weights do not move.
-    """
-
-    def __init__(self, net: WeightNetwork, decay: float) -> None:
-        buffers = [buffer for buffer in net.model.buffers() if buffer.is_floating_point()]
-        moving = [*(p.detach() for p in net.parameters() if p.requires_grad), *buffers]
-        # Parameters that share the storage of what is averaged: torch's class takes a module.
-        self._now = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in moving)
-
-        def update(averages: Any, now: Any, count: Tensor | int) -> None:
-            weight = 1 - min(decay, (int(count) + 1) / (int(count) + 10))
-            torch._foreach_lerp_(averages, now, weight)
-
-        self.model = AveragedModel(self._now, multi_avg_fn=update)
-
-    def update(self) -> None:
-        """Take in the network as it is after a step."""
-        self.model.update_parameters(self._now)
-
-    @torch.no_grad()
-    def copy_to_network(self) -> None:
-        """Give the network the average."""
-        for now, averaged in zip(self._now, self.model.module.parameters(), strict=True):
-            now.copy_(averaged)
 
 
 class _Stepper:

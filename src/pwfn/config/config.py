@@ -134,6 +134,18 @@ class Config:
         config = cls(method=method)
         return config.override({**METHOD_DEFAULTS[method], **PRESETS[name]})
 
+    @classmethod
+    def chosen(cls, config: Config | None, preset: str | None) -> Config:
+        """The settings given, or those of a preset; ``recommended`` for neither."""
+        if config is not None and preset is not None:
+            raise ConfigError("give config or preset, not both")
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(
+                f"config is a {type(config).__name__}: allowed is a pwfn.Config, such as "
+                'pwfn.Config.preset("paper")'
+            )
+        return config if config is not None else cls.preset(preset or "recommended")
+
     def override(self, changes: Mapping[str, Any]) -> Self:
         """A copy with ``{"section.name": value}`` changed; of two changes of one setting the later wins."""
         tables: dict[str, Any] = {}
@@ -249,7 +261,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "training.scheduler": "none",
         "training.clip_norm": 1.0,
         "training.distill": False,
-        "training.ema_decay": 0.0,
         "schedule.fractions": PAPER_FRACTIONS,
         "schedule.epochs_per_round": 3.0,
         "finish.reestimate_epochs": 0.0,

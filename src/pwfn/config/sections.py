@@ -151,11 +151,6 @@ class TrainingConfig(Section):
         Switch(),
         "train by the divergence from the original network's softmax output; scores use the labels",
     )
-    ema_decay: float = setting(
-        0.0,
-        Number(0, 0.99999),
-        "decay per step of an exponential moving average, which each fixing then uses; 0: none",
-    )
     steps_per_epoch: int | None = setting(
         None, Number(1, whole=True, optional=True), 'batches per epoch; "off": the length of the loader'
     )
@@ -209,8 +204,9 @@ class TargetConfig(Section):
     bits: float | None = setting(
         None, Number(0, above_low=True, optional=True), "largest entropy per weight, in bits"
     )
+    bytes: int | None = setting(None, Number(1, whole=True, optional=True), "largest file, in bytes")
 
     @property
     def wanted(self) -> bool:
         """Whether there is a target."""
-        return self.max_drop is not None or self.bits is not None
+        return any(limit is not None for limit in (self.max_drop, self.bits, self.bytes))

@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +75,7 @@ class Conditioning:
             active: list[_Lane] = []
             try:
                 while waiting or active:
-                    in_flight = 1
-                    if active:
-                        need = bytes_at.get(active[0].key, 0) * max(batches[0].size, 1)
-                        in_flight = max(1, self._memory // need) if need else len(active)
-                    while waiting and len(active) < in_flight:
+                    while waiting and (not active or self._has_room(active, bytes_at)):
                         if waiting[-1].advance():
                             active.append(waiting[-1])
                         waiting.pop()
@@ -87,8 +83,8 @@ class Conditioning:
                         continue
                     key = active[0].key
                     group = [lane for lane in active if lane.key == key]
-                    self._handle(group, len(batches))
-                    self._done.add(key)
+                    if self._handle(group):
+                        self._done.add(key)
                     if on_layer is not None:
                         on_layer(len(self._done), max(len(bytes_at), len(self._done)))
                     for lane in group:
@@ -105,6 +101,11 @@ class Conditioning:
             for network, weights in zip(self._networks, self._weights, strict=True)
         ]
         return _Lane(passes[0], passes[1], number)
+
+    def _has_room(self, active: Sequence[_Lane], bytes_at: dict[Place | str, int]) -> bool:
+        """Whether one more lane fits, at the depth of the first; unknown where no size was seen there."""
+        need = bytes_at.get(active[0].key, 0) * active[0].size
+        return 0 < need * (len(active) + 1) <= self._memory
 
     def _stops(self, found: Product | Normalisation) -> bool:
         """Whether a pass must wait: the layer is not fixed yet."""
@@ -125,20 +126,25 @@ class Conditioning:
             sizes.setdefault(_key(found), size)
 
         with Watch(self._weights[0], note):
-            batch.through(self._networks[0], "the first images")
+            batch.through(sharing_copy(self._networks[0]), "the first images")
         largest = 0
         for key in reversed(sizes):
             largest = sizes[key] = max(largest, sizes[key])
         return sizes
 
-    def _handle(self, group: Sequence[_Lane], lanes: int) -> None:
+    def _handle(self, group: Sequence[_Lane]) -> bool:
+        """Do what the layer needs; False where no input has reached it, as with an expert without tokens."""
+        group = [lane for lane in group if lane.found.inputs.numel()]
+        if not group:
+            return False
         found = group[0].found
         if isinstance(found, Normalisation):
             self._correct(found.layer, group)
         else:
-            self._fix(found, group, lanes)
+            self._fix(found, group)
+        return True
 
-    def _fix(self, product: Product, group: Sequence[_Lane], lanes: int) -> None:
+    def _fix(self, product: Product, group: Sequence[_Lane]) -> None:
         """Fix one layer, given the inputs of the images in flight."""
         name = self.layout.entries[product.weight.entry].name
         model = self._weights[1]
@@ -183,7 +189,7 @@ class Conditioning:
 
     def _correct(self, name: str, group: Sequence[_Lane]) -> None:
         """Shift and scale the running statistics of a BatchNorm layer by what compression changed."""
-        layer = self._networks[1].get_submodule(name)
+        layer: Any = self._networks[1].get_submodule(name)  # it has statistics and an eps
         own, original = zip(*(lane.statistics() for lane in group), strict=True)
         mean, variance = _pooled(own)
         mean_before, variance_before = _pooled(original)
@@ -239,8 +245,13 @@ class _Lane:
 
     def advance(self) -> bool:
         """Run both networks to the next layer; False at the end."""
+        at = self._own.found and self.key
         going = self._own.advance()
-        self._original.advance()
+        # Where control flow depends on the data, the original waits for the copy at a layer not yet fixed.
+        if not self._original.waits or (self._original.found and _key(self._original.found) == at):
+            self._original.advance()
+        if not going:
+            self.close()
         return going
 
     def inputs(self, limit: int, without_bias: bool) -> tuple[Tensor, Tensor]:
@@ -248,9 +259,11 @@ class _Lane:
         own = self.found
         assert isinstance(own, Product)
         other = self._original.found
-        # Where control flow depends on the data, the networks may be at different layers.
-        same = isinstance(other, Product) and other.weight == own.weight
-        original = other if same and isinstance(other, Product) else own
+        # Where control flow depends on the data, the networks may be at different layers, or have sent
+        # different examples to this one.
+        original = own
+        if isinstance(other, Product) and other.weight == own.weight:
+            original = other if other.inputs.shape == own.inputs.shape else own
         if without_bias:
             own = Product(own.weight, None, own.inputs, own.convolution)
             original = Product(original.weight, None, original.inputs, original.convolution)
@@ -259,7 +272,7 @@ class _Lane:
     def statistics(self) -> tuple[_Statistics, _Statistics]:
         """Mean and variance of each channel in the copy and in the original."""
         other = self._original.found
-        same = isinstance(other, Normalisation) and other.layer == self.key
+        same = isinstance(other, Normalisation) and other.layer == self.key and other.inputs.numel()
         original = other if same and other is not None else self.found
         return _statistics(self.found.inputs), _statistics(original.inputs)
 
@@ -269,6 +282,9 @@ class _Lane:
         self._original.close()
 
 
+_Stops = Callable[[Product | Normalisation], bool]
+
+
 class _Stopped(BaseException):
     """Ends a pass that is not needed any more."""
 
@@ -276,17 +292,17 @@ class _Stopped(BaseException):
 class _Pass:
     """A forward pass that can pause: it runs in a thread of its own, only while :meth:`advance` waits."""
 
-    def __init__(
-        self, model: nn.Module, weights: Weights, batch: Inputs, stops: Callable[[Product | Normalisation], bool]
-    ) -> None:
+    def __init__(self, model: nn.Module, weights: Weights, batch: Inputs, stops: _Stops) -> None:
         self.size = batch.size
         self.found: Product | Normalisation | None = None
         self._failure: BaseException | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._stops = stops
 
         def pause(found: Product | Normalisation) -> None:
+            if self._closing:  # a model may have caught the first one
+                raise _Stopped
             if stops(found):
                 self.found = found
                 self._paused.release()
@@ -299,40 +315,46 @@ class _Pass:
             try:
                 if not self._closing:
                     with torch.no_grad(), Watch(weights, pause):
-                        batch.through(_sharing_copy(model), "conditioning")
+                        batch.through(sharing_copy(model), "conditioning")
             except _Stopped:
                 pass
             except BaseException as error:  # raised again in the thread that waits
                 self._failure = error
             self.found = None
-            self._thread = None
+            self._ended = True
             self._paused.release()
 
-        self._run = run
+        self._ended = False
+        self._thread = threading.Thread(target=run, daemon=True)
 
     def advance(self) -> bool:
         """Run to the next layer; False at the end of the network."""
-        if self._thread is None:
-            if self._run is None:
-                return False
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._run = None  # type: ignore[assignment]
+        if self._ended:
+            return False
+        if not self._thread.is_alive():
             self._thread.start()
         self._go.release()
         self._paused.acquire()
+        if self.found is None:
+            self._thread.join()
         if self._failure is not None:
             raise self._failure
-        return self._thread is not None
+        return self.found is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has come to a layer that is still to be fixed."""
+        return self.found is not None and self._stops(self.found)
 
     def close(self) -> None:
-        """End the pass where it waits."""
+        """End the pass where it waits or, after an interrupt, at the next layer."""
         self._closing = True
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._go.release()
-            self._paused.acquire()
+            self._thread.join()
 
 
-_Statistics = tuple[int, Tensor, Tensor]
+_Statistics = tuple[int, Tensor, Tensor]  # number of values per channel, mean, variance
 
 
 def _statistics(inputs: Tensor) -> _Statistics:
@@ -353,7 +375,7 @@ def _key(found: Product | Normalisation) -> Place | str:
     return found.layer if isinstance(found, Normalisation) else found.weight
 
 
-def _sharing_copy(model: nn.Module) -> nn.Module:
+def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy that shares all tensors: models may keep values on their modules during a pass."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -108,7 +108,8 @@ class Convolution(NamedTuple):
         at = torch.unravel_index(chosen, sizes)
         within = torch.unravel_index(torch.arange(math.prod(self.kernel), device=device), self.kernel)
         index = [at[a][:, None] * stride[a] + within[a] * self.dilation[a] for a in axes]
-        found = padded[(slice(None), slice(None), *index)]  # examples × channels × positions × kernel
+        everything: Any = (slice(None), slice(None), *index)
+        found = padded[everything]  # examples × channels × positions × kernel
         examples, channels, positions, k = found.shape
         found = found.reshape(examples, self.groups, channels // self.groups, positions, k)
         return found.permute(1, 0, 3, 2, 4).reshape(self.groups, examples * positions, -1)
@@ -184,7 +185,7 @@ class Watch(TorchDispatchMode):
     """Within the block, ``before`` is called with every operation that uses compressed weights."""
 
     def __init__(self, weights: Weights, before: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._before = weights, before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

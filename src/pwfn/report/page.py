@@ -52,7 +52,7 @@ def page(runs: Sequence[RunData]) -> str:
         "figures": "Figures",
         "layers": "Layers",
         "bytes": "Where the bytes are",
-        "states": "After each round",
+        "states": "States on the way",
         "costs": "Cost of an inference",
         "uncertainty": "Uncertainty",
     }
@@ -153,7 +153,7 @@ def change(run: RunData) -> str:
 
 
 def _states(run: RunData) -> list[tuple[Round, bool]]:
-    """The network as it would be after each round, and whether no other state beats it."""
+    """The network after each round, or at each step that was tried, and whether no other state beats it."""
     known = [0.0 if math.isnan(state.accuracy) else state.accuracy for state in run.states]
     points = [(accuracy, state.file_bytes) for accuracy, state in zip(known, run.states, strict=True)]
     return list(zip(run.states, pareto(points), strict=True))

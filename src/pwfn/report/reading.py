@@ -37,6 +37,7 @@ class Round(NamedTuple):
     unique: float
     zero_share: float
     power_of_two_share: float
+    step: float  # of a state without training: the weights are its multiples
 
 
 @dataclass(frozen=True)
@@ -250,5 +251,5 @@ def _round(line: Mapping[str, Any]) -> Round:
         value = line.get(key)
         return math.nan if value is None else float(value)
 
-    keys = ("fraction", "metric", "entropy_bits", "unique", "zero_share", "power_of_two_share")
+    keys = ("fraction", "metric", "entropy_bits", "unique", "zero_share", "power_of_two_share", "step")
     return Round(int(line["round"]), int(line.get("file_bytes") or 0), *map(number, keys))

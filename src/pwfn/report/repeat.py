@@ -53,9 +53,10 @@ class Settings:
             return cls(
                 method, "unknown", (), seed if isinstance(seed, int) else 0, recorded, trouble=str(error)
             )
-        presets = PRESETS if config.method == "pwfn" else ("recommended",)
+        # The presets of this method; of equally near ones the last wins, which names the method itself.
+        presets = [name for name, own in PRESETS.items() if not own or own.get("method", "pwfn") == method]
         changes = {name: _changes(config, Config.preset(name, method)) for name in presets}
-        preset = min(changes, key=lambda name: len(changes[name]))
+        preset = min(reversed(changes), key=lambda name: len(changes[name]))
         return cls(method, preset, changes[preset], config.seed, recorded)
 
     def arguments(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
@@ -87,6 +88,8 @@ class ConsoleView(View):
         """Move the bars; elsewhere, print a line if there was none for a minute."""
         self._bars.update(self._run, completed=now.done)
         text = f"{now.stage}: step {now.step:,} of {now.steps:,}, loss {now.loss:.4f}"
+        if math.isnan(now.loss):
+            text = f"{now.stage}: layer {now.step:,} of {now.steps:,}"
         if now.step == now.steps:
             text = f"{now.stage}: fixing and scoring" if now.round <= now.rounds else "finishing"
         if now.stage != self._stage:
@@ -152,11 +155,14 @@ def state_lines(states: Sequence[State]) -> list[str]:
     metrics = [state.scores.metric if state.scores else None for state in states]
     best = pareto([(metric or 0.0, len(s.content)) for metric, s in zip(metrics, states, strict=True)])
     name = next((state.scores.name for state in states if state.scores), "accuracy")
-    lines = ["the network if the run ended after round", f"    n   fixed  {name}  values   bits      bytes"]
+    steps = states[0].step is not None
+    title = "the network at each step that was tried" if steps else "the network if the run ended after round"
+    lines = [title, f"    n  {'step' if steps else 'fixed':>8}  {name}  values   bits      bytes"]
     for state, metric, is_best in zip(states, metrics, best, strict=True):
         score = f"{metric:.2%}" if metric is not None else "-"
+        place = f"{state.fraction:.1%}" if state.step is None else f"{state.step:.4g}"
         lines.append(
-            f"{state.round:>5}  {state.fraction:>6.1%}  {score:>{len(name)}}  {state.unique:>6}  "
+            f"{state.round:>5}  {place:>8}  {score:>{len(name)}}  {state.unique:>6}  "
             f"{state.entropy_bits:>5.2f}  {len(state.content):>9,}{' *' if is_best else ''}"
         )
     return lines

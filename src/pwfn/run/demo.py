@@ -39,10 +39,10 @@ def demo(
         say(f"Training a small residual network on handwritten digits, {EPOCHS} epochs …")
         with replacing(weights) as path:
             save_file(pretrained(config.seed).state_dict(), path)
-        say(
-            "Compressing it: each round trains the network, then fixes more of its weights to shared values, "
-            "those near zero first."
-        )
+        rounds = "each round trains the network, then fixes more of its weights to shared values"
+        if config.method == "conditioned":
+            rounds = "layer by layer the weights go to shared values, and those still free take up the error"
+        say(f"Compressing it: {rounds}.")
         return run(options, config, view, Distributed(CPU))
 
 

@@ -67,6 +67,7 @@ def settings(
     seed: int | None = None,
     max_drop: float | None = None,
     target_bits: float | None = None,
+    target_bytes: int | None = None,
     method: str | None = None,
 ) -> Config:
     """The settings of a preset or a file, then the ``section.name=value`` changes, then the named options.
@@ -79,7 +80,12 @@ def settings(
     if file and method:
         raise ConfigError("give --config or --method, not both: a file names its own method")
     config = Config.load(file) if file else Config.preset(preset or "recommended", method or "pwfn")
-    named = {"seed": seed, "target.max_drop": max_drop, "target.bits": target_bits}
+    named = {
+        "seed": seed,
+        "target.max_drop": max_drop,
+        "target.bits": target_bits,
+        "target.bytes": target_bytes,
+    }
     given = {name: value for name, value in named.items() if value is not None}
     return config.override({**dict(_change(text) for text in changes), **given})
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None:
-    """Accuracy against bytes: the networks before in fp32, the files, and the states after each round."""
+    """Accuracy against bytes: the networks before in fp32, the files, and the states on the way."""
     scored = [(run, name, run.after) for run, name in zip(runs, names, strict=True) if run.after is not None]
     if not scored:
         return None
@@ -35,7 +35,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
     def draw(sheet: Sheet) -> None:
         panel = sheet.subplots()
         if states:
-            label = "after each round"
+            label = "other states"
             panel.plot(*zip(*states, strict=True), "o", color=INK, alpha=0.35, markeredgewidth=0, label=label)
         for number, (fp32_bytes, before) in enumerate(sorted(originals)):
             label = "before, fp32" if number == 0 else "_"  # one entry in the legend
@@ -71,7 +71,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         title=f"{what.capitalize()} against size",
         how_to_read="Up and to the left is better."
         + (" The dashed line joins the runs that no other beats in both." if len(scored) > 1 else "")
-        + (" Small dots are the network as it would have been after each round." if states else ""),
+        + (" Small dots are the network after each round, or at each step that was tried." if states else ""),
         alt=f"{several if len(scored) > 1 else ''}{'; '.join([*told, *before])}.",
         draw=draw,
         height=2.9,
