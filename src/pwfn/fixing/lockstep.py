@@ -26,7 +26,7 @@ MEMORY = 2 * 2**30
 """Bytes that activations may use; the number of images in flight follows from it."""
 
 _ROWS_PER_COLUMN = 32  # inputs per column of a layer's moments: more are not better
-_ROWS_PER_IMAGE = 16
+_ROWS_PER_IMAGE = 64
 _LARGEST_RATIO = 4.0  # by which a BatchNorm variance may change: a channel that vanished stays small
 
 
