@@ -1,8 +1,9 @@
 """A network fixed by conditioning: no labels, no training, a thousand images, seconds to minutes.
 
 All weights go to multiples of one step, layer by layer and column by column; see
-:mod:`pwfn.fixing.lockstep`. Without a step of its own a run finds the largest one at which the outputs
-stay close to those of the original network.
+:mod:`pwfn.fixing.lockstep`. Filters before BatchNorm are scaled first where that pays; see
+:mod:`pwfn.fixing.scale`. Without a step of its own a run finds one at which the outputs stay close to those
+of the original network.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +21,15 @@ from torch import Tensor, nn
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import Method, WeightState, register
 from pwfn.bayes.objective import class_scores, divergence, is_logits
+from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
+from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, WeightError
 from pwfn.file.compressed import Compressed
 from pwfn.fixing.condition import dyadic
 from pwfn.fixing.lockstep import Conditioning
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
+from pwfn.fixing.scale import scale_filters
 from pwfn.layout import held, untouched
 
 _PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the network together
@@ -78,7 +83,8 @@ class ConditionedNetwork(Method):
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=start.device))
         # Out of reach of state_dict and to: every try starts from the original, on the CPU.
         self._original = (copy.deepcopy(model).cpu().eval(),)
-        self._root_mean_square = math.sqrt(float(start.double().square().mean()))
+        self._is_scaled = False
+        self._root_mean_square = root_mean_square(start)
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
 
@@ -98,6 +104,8 @@ class ConditionedNetwork(Method):
     def fix(self, fraction: float) -> FixRecord:
         """Fix all weights at multiples of :attr:`step` or, where that is None, of the one that it finds."""
         batches = self._parts(self.options.images)
+        if not self._is_scaled:
+            self._scale(batches)
         if self.step is None and self.options.step is not None:
             self.step = dyadic(self.options.step * self._root_mean_square)
         if self.step is None:
@@ -125,6 +133,15 @@ class ConditionedNetwork(Method):
     def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Groups for a torch optimiser: the uncompressed parameters."""
         return [{"params": list(self.model.parameters()), "lr": lr, "weight_decay": weight_decay}]
+
+    def _scale(self, batches: Sequence[Batch]) -> None:
+        """Scale the original's filters where that makes the file smaller; its function stays the same."""
+        model = self._original[0].to(self.device)
+        draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
+        if scale_filters(model, self.layout, batches, partial(_log_likelihood, draws=draws)):
+            self._root_mean_square = root_mean_square(self.layout.gather(model))
+        model.cpu()
+        self._is_scaled = True
 
     def _found_step(self, batches: Sequence[Batch]) -> float:
         """The step at which the outputs diverge by the tolerance, about: a few tries on fewer images."""
@@ -202,6 +219,17 @@ class ConditionedNetwork(Method):
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")
         return parts
+
+
+def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
+    """Of labels drawn from the output's own distribution; of draws around it where it is no class scores."""
+    scores = _output(output).float()
+    if not is_logits(scores):
+        noise = torch.randn(scores.shape, generator=draws, device=scores.device)
+        return (scores * noise).sum()
+    flat = scores.movedim(1, -1).flatten(0, -2)
+    labels = torch.multinomial(flat.detach().softmax(-1), 1, generator=draws)
+    return flat.log_softmax(-1).gather(-1, labels).sum()
 
 
 def _output(output: Any) -> Tensor:

@@ -126,7 +126,7 @@ class Conditioning:
             sizes.setdefault(_key(found), size)
 
         with Watch(self._weights[0], note):
-            batch.through(_sharing_copy(self._networks[0]), "the first images")
+            batch.through(sharing_copy(self._networks[0]), "the first images")
         largest = 0
         for key in reversed(sizes):
             largest = sizes[key] = max(largest, sizes[key])
@@ -315,7 +315,7 @@ class _Pass:
             try:
                 if not self._closing:
                     with torch.no_grad(), Watch(weights, pause):
-                        batch.through(_sharing_copy(model), "conditioning")
+                        batch.through(sharing_copy(model), "conditioning")
             except _Stopped:
                 pass
             except BaseException as error:  # raised again in the thread that waits
@@ -375,7 +375,7 @@ def _key(found: Product | Normalisation) -> Place | str:
     return found.layer if isinstance(found, Normalisation) else found.weight
 
 
-def _sharing_copy(model: nn.Module) -> nn.Module:
+def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy that shares all tensors: models may keep values on their modules during a pass."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

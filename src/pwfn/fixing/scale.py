@@ -1,0 +1,340 @@
+"""Filters before BatchNorm, scaled by their curvature, so that one grid fits all of them.
+
+BatchNorm divides by the standard deviation of its input. A filter before it may be multiplied by any
+positive number: with the running statistics changed accordingly, the network stays the same function. But
+the weights are rounded to one grid, so the number decides how finely a filter is rounded. Rounding costs
+``sum h_i sigma_i^2 / 2`` and the code takes ``sum log(1 / sigma_i)``, so the noise should be ``1 / sqrt(h)``:
+filters to which the output is sensitive are made larger, others smaller.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pwfn.fixing.condition import damped
+from pwfn.fixing.lockstep import Inputs, sharing_copy
+from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
+from pwfn.layout import Layout
+
+POWER = 0.25
+"""1/2 is right for fine grids. On a coarse grid small filters would become all zero, so it is less."""
+
+SMALLEST_GAIN = 0.7
+"""Bits per weight, by :func:`gain_bits`, from which filters are scaled: it adds unique values. MobileNetV2
+has 0.88. ResNet-20, which is no smaller afterwards, has 0.38, and EfficientNet-Lite0 0.59."""
+
+_EXAMPLES = 256  # for the curvature
+_ROWS, _ROWS_PER_COLUMN = 4096, 4  # inputs for a layer's moments, about
+_LARGEST = 16.0  # factor, and one over the smallest
+_TOLERANCE = 1e-4  # of the outputs: far above rounding errors, far below a wrong factor
+
+
+def scale_filters(
+    model: nn.Module,
+    layout: Layout,
+    batches: Sequence[Inputs],
+    score: Callable[[Any], Tensor],
+    power: float = POWER,
+) -> int:
+    """Scale the filters of ``model`` that BatchNorm follows, in place; returns how many (0: none).
+
+    Filter r is multiplied by ``s = (h_r / mean)^power``, with the geometric mean over all weights, and ::
+
+        running_mean' = s * running_mean        running_var' = s^2 * (running_var + eps) - eps
+
+    so in evaluation mode the network remains the same function, up to rounding. ``h_r`` is the curvature:
+    the mean square of the gradient of ``score`` at the filter's output, summed over positions, times
+    :func:`conditional_square` of its inputs. ``score`` turns the output for a batch into one number: the
+    sum of the log-likelihoods of labels that are drawn from the network's own distribution.
+
+    Scaled are compressed layers whose output goes to one BatchNorm layer and nowhere else. Nothing is done
+    where the curvatures are so similar that the gain is small (:func:`gain_bits`).
+
+    >>> from pwfn.bayes.batches import Batch
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)).eval()
+    >>> inputs = [Batch((torch.eye(2),), {}, None)]
+    >>> steep = torch.tensor([1.0, 256.0])  # the second output counts more
+    >>> scale_filters(model, Layout.of(model), inputs, lambda output: (output * steep).sum())
+    2
+    >>> model[1].running_var
+    tensor([ 0.0625, 16.0002])
+    """
+    if not batches:
+        return 0
+    weights = Weights(model, layout)
+    network = sharing_copy(model).eval()
+    with _without_gradients(model):
+        links, before = _links(network, weights, layout, batches[0])
+        curvatures = _curvatures(network, weights, links, batches, score)
+    links = [link for link in links if link.layer in curvatures]
+    rows = [curvatures[link.layer] for link in links]
+    columns = [link.columns for link in links]
+    if not links or not gain_bits(rows, columns) >= SMALLEST_GAIN:
+        return 0
+    with torch.no_grad():
+        changes: list[tuple[Tensor, Tensor]] = []
+        for link, s in zip(links, _factors(rows, columns, power), strict=True):
+            changes += _scaled(weights, link.product, model.get_submodule(link.layer), s)
+        kept = [tensor.clone() for tensor, _ in changes]
+        for tensor, new in changes:
+            tensor.copy_(new)
+        if not _same(batches[0].through(network, "the first images"), before):
+            for (tensor, _), old in zip(changes, kept, strict=True):
+                tensor.copy_(old)
+            return 0
+    return sum(len(h) for h in rows)
+
+
+def gain_bits(curvatures: Sequence[Tensor], columns: Sequence[int]) -> float:
+    """Bits per weight that a perfect scaling saves on a fine grid; -inf if every curvature is 0.
+
+    It is ``1/2 log2(arithmetic mean / geometric mean)`` of the curvatures over all weights. Each layer has
+    a tensor with a number per filter, and its number of weights per filter. Zeros are left out.
+
+    >>> gain_bits([torch.tensor([1.0, 1.0]), torch.tensor([16.0, 0.0])], [2, 4])  # of 8.5 and 4
+    0.5437...
+    """
+    h, share = _over_weights(curvatures, columns)
+    return 0.5 * float((h * share).sum().log2() - (h.log2() * share).sum())
+
+
+def _over_weights(curvatures: Sequence[Tensor], columns: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """All curvatures that are not 0, and each one's share of the weights."""
+    h = torch.cat([part.double() for part in curvatures])
+    counts = torch.cat(
+        [torch.full_like(part, n, dtype=torch.float64) for part, n in zip(curvatures, columns, strict=True)]
+    )
+    h, counts = h[h != 0], counts[h != 0]
+    return h, counts / counts.sum()
+
+
+def _factors(curvatures: Sequence[Tensor], columns: Sequence[int], power: float) -> list[Tensor]:
+    """The factor of every filter; one without curvature gets the smallest of its layer."""
+    h, share = _over_weights(curvatures, columns)
+    middle = (h.log() * share).sum()
+    found = []
+    for part in curvatures:
+        factor = torch.exp(power * (part.log() - middle)).clamp(1 / _LARGEST, _LARGEST)
+        alive = part != 0
+        found.append(factor.where(alive, factor[alive].min() if bool(alive.any()) else 1.0))
+    return found
+
+
+def _scaled(weights: Weights, product: Product, layer: Any, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Tensors that belong to one layer and its BatchNorm layer, and their new numbers."""
+    mean, variance = layer.running_mean, layer.running_var.double() + layer.eps
+    # A running variance cannot be negative; what float32 cannot hold would differ between devices.
+    factor = torch.maximum(factor.to(variance), (layer.eps / variance).sqrt()).float().double()
+    weight = weights.memory(product.weight.entry)
+    new, positions = weight.double(), product.positions()
+    new[positions] *= factor.view(len(positions), -1, 1)
+    changes = [
+        (weight, new),
+        (mean, mean.double() * factor),
+        (layer.running_var, (factor.square() * variance - layer.eps).clamp_min(0)),
+    ]
+    if product.bias is not None:
+        bias = weights.memory(product.bias.entry)
+        changes.append((bias, bias.double() * factor))
+    return changes
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A layer whose output goes to one BatchNorm layer, and nowhere else."""
+
+    product: Product  # without its inputs
+    layer: str  # name of the BatchNorm layer
+    columns: int  # weights per filter
+
+
+@torch.no_grad()
+def _links(network: nn.Module, weights: Weights, layout: Layout, batch: Inputs) -> tuple[list[_Link], Any]:
+    """The layers that may be scaled, and the network's output."""
+    with _Trace(weights) as trace:
+        output = batch.through(network, "the first images")
+    trace.note(output, None)  # what the network returns is used, too
+
+    def own(place: Place | None) -> bool:
+        """Whether a whole parameter is used once."""
+        if place is None:
+            return True
+        entry = layout.entries[place.entry]
+        return trace.entries[place.entry] == 1 and math.prod(place.shape) == entry.size and not entry.aliases
+
+    links = []
+    for product, uses in trace.uses:
+        if own(product.weight) and own(product.bias) and len(uses) == 1:
+            use = uses[0]
+            if isinstance(use, Normalisation) and trace.layers[use.layer] == 1:
+                links.append(_Link(product, use.layer, product.positions().shape[-1]))
+    return links, output
+
+
+class _Trace(TorchDispatchMode):
+    """Within the block, notes what becomes of the outputs of compressed layers."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch: its decorator has no types
+        self._weights = weights
+        self._outputs = WeakTensorKeyDictionary()  # those that still exist, with their place in uses
+        self.uses: list[tuple[Product, list[Product | Normalisation | None]]] = []
+        self.entries: Counter[int] = Counter()  # calls by weight or bias
+        self.layers: Counter[str] = Counter()  # calls by BatchNorm layer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operation, and carry it out."""
+        found = self._weights.recognise(func._schema.name, args)
+        self.note((args, kwargs), found)
+        output = func(*args, **(kwargs or {}))
+        if isinstance(found, Normalisation):
+            self.layers[found.layer] += 1
+        elif found is not None:
+            self.entries.update(place.entry for place in (found.weight, found.bias) if place is not None)
+            if found.convolution is not None:
+                has_bias = args[2] is not None
+            else:
+                has_bias = func._schema.name == "aten::addmm"
+            if has_bias == (found.bias is not None):  # another bias could not be scaled
+                self._outputs[output] = len(self.uses)
+                self.uses.append((replace(found, inputs=found.inputs.new_empty(0)), []))
+        return output
+
+    def note(self, values: object, use: Product | Normalisation | None) -> None:
+        """Tensors among ``values`` are used."""
+        for tensor in _tensors(values):
+            number = self._outputs.get(tensor)
+            if number is not None:
+                self.uses[number][1].append(use)
+
+
+def _curvatures(
+    network: nn.Module,
+    weights: Weights,
+    links: Sequence[_Link],
+    batches: Sequence[Inputs],
+    score: Callable[[Any], Tensor],
+) -> dict[str, Tensor]:
+    """By BatchNorm layer, the curvature of every filter before it."""
+    starts = itertools.accumulate((batch.size for batch in batches), initial=0)
+    some = [batch for batch, start in zip(batches, starts, strict=False) if start < _EXAMPLES]
+    sums = _Sums(links, len(some))
+    network = sharing_copy(network)  # it alone has the hooks, and what a pass leaves on modules
+    for link in links:
+        hook = partial(sums.add_gradient, link.layer)
+        network.get_submodule(link.layer).register_forward_pre_hook(hook, with_kwargs=True)
+    for batch in some if links else ():
+        with torch.enable_grad():
+            with Watch(weights, sums.add_moments):
+                output = batch.through(network, "the first images")
+            number = score(output)
+            if sums.starts and number.requires_grad:
+                torch.autograd.grad(number, sums.starts, allow_unused=True)
+        sums.starts.clear()
+    found = {}
+    for layer, square in sums.gradients.items():
+        of_inputs = conditional_square(sums.moments[layer] / sums.counts[layer])
+        of_inputs = of_inputs.repeat_interleave(len(square) // len(of_inputs))
+        found[layer] = (square * of_inputs / sum(batch.size for batch in some)).cpu()
+    return found
+
+
+def conditional_square(moments: Tensor) -> Tensor:
+    """Mean square of a layer's inputs, each given those of the columns after it; one number per group.
+
+    For ``H = E[x x^T]`` the mean of ``1 / U_jj^2`` with :func:`~pwfn.fixing.condition.inverse_factor` U:
+    what a rounding error costs if the columns that are fixed later take up their part of it.
+
+    >>> conditional_square(torch.tensor([[[4.0, 0.0], [0.0, 2.0]]]))  # 1 % damping
+    tensor([3.0300], dtype=torch.float64)
+    >>> conditional_square(torch.tensor([[[4.0, 4.0], [4.0, 4.0]]]))  # the second column takes up nearly all
+    tensor([2.0598], dtype=torch.float64)
+    """
+    lower, failure = torch.linalg.cholesky_ex(damped(moments).flip(-2, -1))
+    found = lower.diagonal(dim1=-2, dim2=-1).square().mean(-1)
+    found = found.where(moments.diagonal(dim1=-2, dim2=-1).sum(-1) != 0, 0.0)  # no inputs: damping alone
+    return found.where(failure == 0, math.nan)
+
+
+class _Sums:
+    """What curvatures are made of, over several passes."""
+
+    def __init__(self, links: Sequence[_Link], passes: int) -> None:
+        self._links, self._passes = {link.product.weight.entry: link for link in links}, passes
+        self.gradients: dict[str, Tensor] = {}  # squares, over examples and positions
+        self.moments: dict[str, Tensor] = {}
+        self.counts: Counter[str] = Counter()  # inputs in the moments
+        self.starts: list[Tensor] = []  # where the graph of a pass begins: parameters need no gradients
+
+    def add_gradient(self, layer: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pre-hook of a BatchNorm layer."""
+        z = next(iter((*args, *kwargs.values())))
+        if not z.requires_grad:
+            self.starts.append(z.requires_grad_())
+
+        def add(gradient: Tensor) -> None:
+            square = _wide(gradient).square().sum([0, *range(2, gradient.dim())], dtype=torch.float64)
+            self.gradients[layer] = square + self.gradients.get(layer, 0)
+
+        z.register_hook(add)
+
+    def add_moments(self, found: Product | Normalisation) -> None:
+        """Called before every operation that uses compressed weights."""
+        if isinstance(found, Product) and found.weight.entry in self._links:
+            link = self._links[found.weight.entry]
+            limit = -(-max(_ROWS, _ROWS_PER_COLUMN * link.columns) // self._passes)
+            x = _wide(replace(found, bias=None).rows(limit, 0))
+            self.moments[link.layer] = x.transpose(1, 2) @ x + self.moments.get(link.layer, 0)
+            self.counts[link.layer] += x.shape[1]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Squares of 16-bit numbers would overflow."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _same(output: Any, before: Any) -> bool:
+    """Whether two outputs are equal up to rounding."""
+    pairs = list(zip(_tensors(output), _tensors(before), strict=True))
+    return bool(pairs) and all(
+        bool((a.double() - b.double()).abs().max() <= _TOLERANCE * b.double().abs().max())
+        for a, b in pairs
+        if b.numel()
+    )
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    """Every tensor of nested tuples, lists, mappings and dataclasses."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _tensors(list(values.values()))
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif is_dataclass(values):
+        yield from _tensors([getattr(values, field.name) for field in fields(values)])
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Within the block no parameter requires a gradient."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
