@@ -186,7 +186,7 @@ def test_two_processes_share_a_batch_as_one_would_see_it(both: list[dict[str, An
 def test_two_processes_end_alike_whatever_the_method(both: list[dict[str, Any]]) -> None:
     first, second = (found["methods"] for found in both)
     assert first == second
-    assert len(first) == 5
+    assert len(first) == 6
     for name, (_, untouched) in first.items():
         learned = [key for key in untouched if key.startswith("pwfn_activations")]
         assert bool(learned) == (not name.endswith("None"))
@@ -351,10 +351,13 @@ def job_halves(distributed: Processes) -> Any:
 def job_methods(distributed: Processes) -> Any:
     """A few methods; activations too, whose starting values would differ by what each process sees."""
     found = {}
-    for name, bits in (("lsq", None), ("lsq", 4), ("lsq+", 4), ("wfn", None), ("kmeans", None)):
+    names = (("lsq", None), ("lsq", 4), ("lsq+", 4), ("wfn", None), ("kmeans", None), ("conditioned", None))
+    for name, bits in names:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
         changes: dict[str, Any] = {"schedule.fractions": [1.0], "schedule.epochs_per_round": [2.0]}
+        if name == "conditioned":
+            changes["schedule.epochs_per_round"] = [0.0]
         if bits is not None:
             changes["options.activation_bits"] = bits
         config = Config.preset("recommended", name).override(changes)

@@ -188,6 +188,10 @@ class ConditionedNetwork(Method):
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for batch in batches:
             before, now = (_output(batch.through(network, "conditioning")) for network in (original, model))
+            if before is None or now is None:
+                raise DataError(
+                    "the network's output is not a tensor: set options.step, which needs no comparison"
+                )
             if not bool(torch.isfinite(before).all()):
                 raise DataError("the network's outputs are not finite: check the images, or the network")
             if is_logits(before):
@@ -223,7 +227,10 @@ class ConditionedNetwork(Method):
 
 def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
     """Of labels drawn from the output's own distribution; of draws around it where it is no class scores."""
-    scores = _output(output).float()
+    found = _output(output)
+    if found is None or not bool(torch.isfinite(found).all()):
+        return torch.zeros(())  # nothing to scale by; where it matters, conditioning says what is wrong
+    scores = found.float()
     if not is_logits(scores):
         noise = torch.randn(scores.shape, generator=draws, device=scores.device)
         return (scores * noise).sum()
@@ -232,11 +239,9 @@ def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
     return flat.log_softmax(-1).gather(-1, labels).sum()
 
 
-def _output(output: Any) -> Tensor:
-    """Class scores, or the first tensor of an output."""
+def _output(output: Any) -> Tensor | None:
+    """Class scores, or the first tensor of an output; None where that is no tensor of numbers."""
     output = class_scores(output)
     while isinstance(output, (tuple, list)) and output:
         output = class_scores(output[0])
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        raise DataError("the network's output is not a tensor: set options.step, which needs no comparison")
-    return output
+    return output if isinstance(output, Tensor) and output.is_floating_point() else None
