@@ -2,14 +2,13 @@
 
     python benchmarks/condition.py [--cases NAME …] [--images N …] [--device cpu|cuda] [--out FILE]
 
-Prints one JSON line per case: one pass over the network at a step of 0.5 root mean squares, with the
-comparison of outputs that ends it. Without a step of its own a run makes up to four more passes, with 256
-images each. ``cifar_resnet20`` takes 64 to 4,096 images of 32 × 32 pixels, torchvision's ``resnet50`` 1,024
-of 224 × 224. Images and weights are random, and on the device.
+Prints one JSON line per case: all that a run with the step 0.5 does, scaling included. Without a step of its
+own a run makes up to four more passes, with 256 images each. ``cifar_resnet20`` takes 64 to 4,096 images of
+32 × 32 pixels, torchvision's ``resnet50`` 1,024 of 224 × 224. Images and weights are random, on the device.
 
-``forward_s`` is the time of one forward pass of the original network over the same images, in the same parts
-of 32; ``times_forward`` is our time divided by it. ``peak_bytes`` is the largest memory at any time: on a GPU
-what torch allocated beyond network and images; on a CPU the largest resident size of the process so far, with
+``forward_s`` is the time of one forward pass of the original network over the same images, in parts of 32;
+``times_forward`` is our time divided by it. ``peak_bytes`` is the largest memory at any time: on a GPU what
+torch allocated beyond network and images; on a CPU the largest resident size of the process so far, with
 Python and torch. ``activations_limit`` is what conditioning allows itself for activations.
 """
 

@@ -41,6 +41,7 @@ import pwfn
 import pwfn.lab  # registers the other methods
 from pwfn import Config
 from pwfn.bayes.conditioned import ConditionedOptions
+from pwfn.bayes.sigma import root_mean_square
 from pwfn.evaluate.entropy import Pool
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
@@ -154,16 +155,16 @@ def _pixels(file: Path | io.BytesIO) -> Any:
 
 
 def nearest(model: nn.Module, fraction: float) -> Compressed:
-    """Every weight at the nearest multiple of the step that ``quick`` would use: no data is needed.
+    """Every weight at the nearest multiple of a fraction of the root mean square; no data is needed.
 
     >>> nearest(nn.Linear(8, 8), 0.5).layout.size
     72
     """
     layout, rest = Layout.of(model), copy.deepcopy(model)
-    weights = layout.gather(model).double()
-    step = dyadic(fraction * math.sqrt(float(weights.square().mean())))
+    weights = layout.gather(model)
+    step = dyadic(fraction * root_mean_square(weights))
     shrink_uncompressed(rest, Config.preset("quick").finish)
-    values = (torch.round(weights / step) * step).float()
+    values = torch.round(weights / step) * step
     return Compressed.of(layout, values, None, untouched(rest, layout))
 
 
@@ -216,7 +217,7 @@ class Case:
             state = {name: torch.from_numpy(file[name]) for name in file.files}
         size, model = int(state.pop("file_bytes")), copy.deepcopy(self.model)
         model.load_state_dict({**model.state_dict(), **state})
-        return Made(model, Layout.of(model).gather(model), size, {"file": path.name}, 0, 0.0)
+        return Made(model, Layout.of(model).gather(model).cpu(), size, {"file": path.name}, 0, 0.0)
 
     def facts(self, row: str, label: str, what: What, seed: int) -> dict[str, Any]:
         """One line: the row's figures, from the decoded file."""
