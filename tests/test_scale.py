@@ -197,14 +197,15 @@ def test_layers_that_are_not_compressed_are_left_alone(excluded: str) -> None:
     assert not any(name.startswith(("first", "norm")) for name in changed(own, model))
 
 
-def test_everything_is_undone_if_the_outputs_would_differ() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_everything_is_undone_if_the_outputs_would_differ(dtype: torch.dtype) -> None:
     class Sums(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self[0].weight.square().sum(1)[:3]  # no operation of a layer
 
     torch.manual_seed(0)
-    model = lively(Sums(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)))
-    own, count = scaled(model, numbers(16, 6))
+    model = lively(Sums(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))).to(dtype)
+    own, count = scaled(model, numbers(16, 6).to(dtype))
     assert count == 0
     assert changed(own, model) == set()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import Method, WeightState, register
-from pwfn.bayes.objective import class_scores, divergence, is_logits
+from pwfn.bayes.objective import class_scores, is_logits
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.config.seeds import seed_from
@@ -30,14 +30,13 @@ from pwfn.fixing.condition import dyadic
 from pwfn.fixing.lockstep import Conditioning
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
 from pwfn.fixing.scale import scale_filters
-from pwfn.layout import held, untouched
+from pwfn.layout import Layout, held, untouched
 
 _PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the network together
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
-_PROBE = 256  # images that the search uses
-_TRIES = 4
-_POWER = 3.0  # the divergence grows about so fast with the step
-_CLOSE = 1.3  # a divergence within this factor of the tolerance ends the search
+_TRIES = 5
+_POWER = 2.5  # the distance grows about so fast with the step
+_CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class ConditionedOptions(Section):
     tolerance: float = setting(
         0.02,
         Number(0, above_low=True),
-        "where step is off: divergence from the original network's outputs that is allowed (nats)",
+        "where step is off: squared error of the outputs that is allowed, relative to their variance",
     )
     images: int = setting(1024, Number(1, whole=True), "at most so many training images are used")
 
@@ -104,12 +103,12 @@ class ConditionedNetwork(Method):
     def fix(self, fraction: float) -> FixRecord:
         """Fix all weights at multiples of :attr:`step` or, where that is None, of the one that it finds."""
         batches = self._parts(self.options.images)
+        used, kept = _divided(batches)
         if not self._is_scaled:
-            self._scale(batches)
-        if self.step is None and self.options.step is not None:
-            self.step = dyadic(self.options.step * self._root_mean_square)
+            self._scale_if_smaller(used, kept)
         if self.step is None:
-            self.step = self._found_step(batches)
+            given = self.options.step
+            self.step = dyadic(given * self._root_mean_square) if given else self._found_step(used, kept)
         before = self.values
         self.notes, model = self._conditioned(self.step, batches)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
@@ -134,39 +133,54 @@ class ConditionedNetwork(Method):
         """Groups for a torch optimiser: the uncompressed parameters."""
         return [{"params": list(self.model.parameters()), "lr": lr, "weight_decay": weight_decay}]
 
-    def _scale(self, batches: Sequence[Batch]) -> None:
-        """Scale the original's filters where that makes the file smaller; its function stays the same."""
-        model = self._original[0].to(self.device)
-        draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
-        if scale_filters(model, self.layout, batches, partial(_log_likelihood, draws=draws)):
-            self._root_mean_square = root_mean_square(self.layout.gather(model))
-        model.cpu()
-        self._is_scaled = True
+    def _scale_if_smaller(self, used: Sequence[Batch], kept: Sequence[Batch]) -> None:
+        """Scale the original's filters if a try shows that this makes the file smaller.
 
-    def _found_step(self, batches: Sequence[Batch]) -> float:
-        """The step at which the outputs diverge by the tolerance, about: a few tries on fewer images."""
-        count, some = 0, []
-        for batch in batches:
-            if count < _PROBE:
-                some.append(batch)
-                count += batch.size
+        The function of the network stays the same. Bits at equal distance decide: the distance falls by a
+        factor of four for one more bit per weight.
+        """
+        self._is_scaled = True
+        plain = self._original
+        model = copy.deepcopy(plain[0]).to(self.device)
+        draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
+        if not scale_filters(model, self.layout, used, partial(_log_likelihood, draws=draws)):
+            return
+        costs = []
+        for original in (plain[0], model.cpu()):
+            self._adopt(original)
+            step = dyadic((self.options.step or _FIRST) * self._root_mean_square)
+            _, tried = self._conditioned(step, used)
+            distance = self._distance(tried, kept)
+            bits = _bits(self.layout, self.layout.gather(tried))
+            costs.append(bits + 0.5 * math.log2(max(distance, 1e-12)))
+        if not costs[1] < costs[0]:
+            self._adopt(plain[0])
+
+    def _adopt(self, original: nn.Module) -> None:
+        """Start from this network, which computes the same."""
+        self._original = (original,)
+        self._root_mean_square = root_mean_square(self.layout.gather(original))
+
+    def _found_step(self, used: Sequence[Batch], kept: Sequence[Batch]) -> float:
+        """A step at which the outputs are as far from the original's as the tolerance allows, about.
+
+        They are compared on images that the tries do not use: a wide layer can fit any outputs on the images
+        that it was fixed with.
+        """
         tolerance = self.options.tolerance
         step = dyadic(_FIRST * self._root_mean_square)
-        low, high = 0.0, math.inf  # steps known to be fine, and too coarse
+        fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
         for _ in range(_TRIES):
-            distance = self._distance(self._conditioned(step, some)[1], some)
+            distance = self._distance(self._conditioned(step, used)[1], kept)
             if distance <= tolerance:
-                low = max(low, step)
+                fine = max(fine, step)
             else:
-                high = min(high, step)
-            if tolerance / _CLOSE <= distance <= tolerance:
-                break
+                coarse = min(coarse, step)
             factor = (tolerance / max(distance, tolerance / 1000)) ** (1 / _POWER)
-            new = dyadic(min(max(step * min(max(factor, 0.25), 4.0), low), high))
-            if not low < new < high:
+            step = dyadic(min(max(step * min(max(factor, 0.25), 4.0), fine), coarse))
+            if not fine < step < coarse or tolerance / _CLOSE <= distance <= tolerance:
                 break
-            step = new
-        return dyadic(low or high / 2 ** (1 / 2))
+        return fine or step
 
     @torch.no_grad()
     def _conditioned(self, step: float, batches: Sequence[Batch]) -> tuple[tuple[str, ...], nn.Module]:
@@ -180,14 +194,18 @@ class ConditionedNetwork(Method):
 
     @torch.no_grad()
     def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
-        """How far the outputs are from the original's on these images.
+        """Squared error of the outputs relative to their variance, ``sum |z' - z|^2 / sum |z - mean|^2``.
 
-        KL divergence for class scores, else the squared error relative to the original's variance.
+        Class scores are compared after their mean over the classes is subtracted, which softmax ignores.
+        Unlike a divergence it does not depend on how confident the network is: on images that it was
+        trained with, that says little about others.
         """
         original = self._original[0].to(self.device)
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        count = 0
         for batch in batches:
-            before, now = (_output(batch.through(network, "conditioning")) for network in (original, model))
+            before = _output(batch.through(original, "conditioning"))
+            now = _output(batch.through(model, "conditioning"))
             if before is None or now is None:
                 raise DataError(
                     "the network's output is not a tensor: set options.step, which needs no comparison"
@@ -195,17 +213,16 @@ class ConditionedNetwork(Method):
             if not bool(torch.isfinite(before).all()):
                 raise DataError("the network's outputs are not finite: check the images, or the network")
             if is_logits(before):
-                sums[0] += batch.size * divergence(now, before).double()
-            else:
-                y = before.double()
-                parts = [(now.double() - y).square().mean(), y.mean(), y.square().mean()]
-                sums[1:] += batch.size * torch.stack(parts)
+                before, now = (z - z.mean(1, keepdim=True) for z in (before, now))
+            z = before.double()
+            sums += torch.stack([(now.double() - z).square().sum(), z.sum(), z.square().sum()])
+            count += z.numel()
         self._original[0].cpu()
-        kl, error, mean, square = (sums / sum(batch.size for batch in batches)).tolist()
-        spread = square - mean**2
-        if spread <= 1e-9 * square:  # one number alone
-            spread = square
-        distance = kl + (error / spread if spread else error)
+        error, total, square = sums.tolist()
+        variance = square - total**2 / max(count, 1)
+        if variance <= 1e-9 * square:  # one number alone
+            variance = square
+        distance = error / variance if variance else error
         return distance if math.isfinite(distance) else math.inf  # too coarse
 
     def _parts(self, count: int) -> list[Batch]:
@@ -223,6 +240,27 @@ class ConditionedNetwork(Method):
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")
         return parts
+
+
+def _divided(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Three quarters of the images and the rest; of one image both are all."""
+    total = sum(batch.size for batch in batches)
+    first, rest, at = [], [], 0
+    for batch in batches:
+        cut = min(max(total - total // 4 - at, 0), batch.size)
+        first += [batch.part(0, cut)] if cut else []
+        rest += [batch.part(cut, batch.size)] if cut < batch.size else []
+        at += batch.size
+    return first, rest or first
+
+
+def _bits(layout: Layout, values: Tensor) -> float:
+    """Entropy per weight, each tensor with its own frequencies."""
+    total = 0.0
+    for entry in layout.entries:
+        counts = torch.unique(values[entry.span], return_counts=True)[1].double()
+        total -= float((counts * (counts / entry.size).log2()).sum())
+    return total / layout.size
 
 
 def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:

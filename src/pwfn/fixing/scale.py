@@ -138,7 +138,7 @@ def _scaled(weights: Weights, product: Product, layer: Any, factor: Tensor) -> l
     # A running variance cannot be negative; what float32 cannot hold would differ between devices.
     factor = torch.maximum(factor.to(variance), (layer.eps / variance).sqrt()).float().double()
     weight = weights.memory(product.weight.entry)
-    new, positions = weight.double(), product.positions()
+    new, positions = weight.to(torch.float64, copy=True), product.positions()
     new[positions] *= factor.view(len(positions), -1, 1)
     changes = [
         (weight, new),
@@ -307,10 +307,12 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _same(output: Any, before: Any) -> bool:
     """Whether two outputs are equal up to rounding."""
-    pairs = list(zip(_tensors(output), _tensors(before), strict=True))
-    return bool(pairs) and all(
+    own, old = list(_tensors(output)), list(_tensors(before))
+    if not old or [tensor.shape for tensor in own] != [tensor.shape for tensor in old]:
+        return False
+    return all(
         bool((a.double() - b.double()).abs().max() <= _TOLERANCE * b.double().abs().max())
-        for a, b in pairs
+        for a, b in zip(own, old, strict=True)
         if b.numel()
     )
 
@@ -324,7 +326,7 @@ def _tensors(values: object) -> Iterator[Tensor]:
     elif isinstance(values, (tuple, list)):
         for value in values:
             yield from _tensors(value)
-    elif is_dataclass(values):
+    elif is_dataclass(values) and not isinstance(values, type):
         yield from _tensors([getattr(values, field.name) for field in fields(values)])
 
 
