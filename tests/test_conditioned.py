@@ -196,7 +196,7 @@ def test_a_regression_network_is_compared_by_relative_error(count):
     result = pwfn.compress(model, images, preset="quick")
     own, before = result.model()(images).detach(), model(images).detach()
     error = float((own - before).square().mean() / before.var(correction=0))
-    assert 1e-4 < error < 0.04  # the tolerance is 0.02
+    assert 1e-4 < error < 0.04  # about the tolerance, 0.01: so small a network depends on luck
 
 
 def test_the_unit_of_a_regression_does_not_matter():

@@ -50,7 +50,7 @@ class ConditionedOptions(Section):
         'distance between values, as a fraction of the root mean square of all weights; "off": by tolerance',
     )
     tolerance: float = setting(
-        0.02,
+        0.01,
         Number(0, above_low=True),
         "where step is off: squared error of the outputs that is allowed, relative to their variance",
     )
