@@ -46,6 +46,12 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "from float32.",
         ("compare_resnet18", "compare_resnet20", "compare_vit"),
     ),
+    "conditioned": (
+        "The preset quick",
+        "1,024 training images without their labels, no training. The step is a fraction of the root mean "
+        "square of all weights; `quick` without a step finds its own.",
+        ("conditioned_resnet20", "conditioned_resnet56"),
+    ),
     "sigma": (
         "Where sigma comes from",
         "The paper's sigma, its prior, its regulariser and its rules, against one constant sigma.",

@@ -96,19 +96,23 @@ def forecast(
         say("dry run: starting values, from a few batches")
         run.start_network(run.net)
         started = {name: copy.deepcopy(value) for name, value in run.net.state_dict().items()}
-        say("dry run: timing steps of training")
-        step_seconds = _step_seconds(run)
+        step_seconds = 0.0
+        if sum(run.phase_steps()):
+            say("dry run: timing steps of training")
+            step_seconds = _step_seconds(run)
         memory = _peak_bytes(distributed.device)
         say(f"dry run: {step_seconds:.3g} s per step; timing the scoring")
         scoring_seconds = _scoring_seconds(run)
         # A new network: the other one has been trained for a few steps.
         net = METHODS[config.method](found.model, config).to(distributed.device)
         net.load_state_dict(started)
+        net.data, net.on_layer = run.net.data, None
         fixings = []
         for number, phase in enumerate(run.phases, 1):
             say(f"dry run: fixing {number} of {len(run.phases)}")
             fixings.append(_seconds(partial(net.fix, phase.fraction)))
         fixing_seconds = max(fixings)
+        memory = max(memory, _peak_bytes(distributed.device)) if net.has_step else memory
         say("dry run: the size of the file")
         fixed = FixedNetwork(net, net.finish())
         shrink_uncompressed(fixed.model, config.finish)
