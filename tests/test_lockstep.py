@@ -91,6 +91,16 @@ def test_one_layer_is_fixed_by_its_moments():
     assert not own.weight.equal((model.weight / STEP).round() * STEP)
 
 
+def test_a_very_wide_layer_is_fixed_in_blocks_of_columns(monkeypatch):
+    monkeypatch.setattr("pwfn.fixing.lockstep._WIDEST", 4)
+    model, inputs = seeded(nn.Linear, 6, 4), numbers(40, 6)
+    own, _ = conditioned(model, parts_of(inputs))
+    rows = with_ones(inputs.double().numpy())
+    blocks = (slice(0, 4), slice(4, 7))  # seven columns with the bias
+    expected = [literal_layer(matrix(model)[:, block], rows[:, block], rows[:, block]) for block in blocks]
+    np.testing.assert_allclose(matrix(own), np.concatenate(expected, 1), atol=1e-6)
+
+
 @pytest.mark.parametrize("parts", [1, 4])
 def test_two_layers_are_those_of_the_reference(parts):
     """The second layer sees the first one's errors, and takes them up."""

@@ -27,6 +27,7 @@ MEMORY = 2 * 2**30
 
 _ROWS_PER_COLUMN = 32  # inputs per column of a layer's moments: more are not better
 _ROWS_PER_IMAGE = 64
+_WIDEST = 5120  # columns whose moments are kept together; wider layers are fixed in blocks of them
 _LARGEST_RATIO = 4.0  # by which a BatchNorm variance may change: a channel that vanished stays small
 
 
@@ -161,23 +162,20 @@ class Conditioning:
         columns = matrix.shape[-1]
         images = sum(lane.size for lane in group)
         limit = -(-max(_ROWS_PER_IMAGE * images, _ROWS_PER_COLUMN * columns) // len(group))
-        moments = matrix.new_zeros(matrix.shape[0], columns, columns, dtype=torch.float64)
-        cross, count = torch.zeros_like(moments), 0
-        for lane in group:
-            own, original = lane.inputs(limit, without_bias=bias is None)
-            moments += (own.transpose(1, 2) @ own).double()
-            cross += (original.transpose(1, 2) @ own).double()
-            count += own.shape[1]
-        moments, cross = moments / count, cross / count
-        if not bool(torch.isfinite(moments).all() and torch.isfinite(cross).all()):
-            raise WeightError(
-                f"{name}: its inputs are not finite on these images: check the images, or the network"
-            )
-        dead = int((moments.diagonal(dim1=-2, dim2=-1) == 0).sum())
-        if dead:
-            self.dead[name] = dead
-        target = best_linear(matrix, cross, moments, self._damping)
-        values = fix_columns(target, moments, self.step, self._damping)
+        values = torch.empty_like(matrix)
+        width = -(-columns // -(-columns // _WIDEST))
+        for first in range(0, columns, width):
+            block = slice(first, min(first + width, columns))
+            moments, cross = _moments(group, limit, block, without_bias=bias is None)
+            if not bool(torch.isfinite(moments).all() and torch.isfinite(cross).all()):
+                raise WeightError(
+                    f"{name}: its inputs are not finite on these images: check the images, or the network"
+                )
+            dead = int((moments.diagonal(dim1=-2, dim2=-1) == 0).sum())
+            if dead:
+                self.dead[name] = self.dead.get(name, 0) + dead
+            target = best_linear(matrix[..., block], cross, moments, self._damping)
+            values[..., block] = fix_columns(target, moments, self.step, self._damping)
         self._write(product.weight, positions, values[..., : positions.shape[-1]])
         if bias is not None:
             self._write(bias, rows, values[..., -1].reshape(rows.shape))
@@ -352,6 +350,21 @@ class _Pass:
         if self._thread.is_alive():
             self._go.release()
             self._thread.join()
+
+
+def _moments(group: Sequence[_Lane], limit: int, block: slice, without_bias: bool) -> tuple[Tensor, Tensor]:
+    """``E[x' x'^T]`` of some columns of the inputs in the copy, and ``E[x x'^T]`` with the original's."""
+    moments: Tensor | float = 0.0
+    cross: Tensor | float = 0.0
+    count = 0
+    for lane in group:
+        own, original = (x[..., block] for x in lane.inputs(limit, without_bias))
+        moments = (own.transpose(1, 2) @ own).double() + moments
+        cross = (original.transpose(1, 2) @ own).double() + cross
+        count += own.shape[1]
+    assert isinstance(moments, Tensor)
+    assert isinstance(cross, Tensor)
+    return moments / count, cross / count
 
 
 _Statistics = tuple[int, Tensor, Tensor]  # number of values per channel, mean, variance
