@@ -69,7 +69,8 @@ def points(archive: Archive) -> list[Point]:
             bits, top1, start = (line.figures[name] for name in ("entropy_bits", "top1", "top1_start"))
             if line.method == "baseline" or bits is None or top1 is None or start is None:
                 continue
-            kind = {"pwfn": ELSEWHERE, "wfn": "WFN", "kmeans": "k-means"}.get(line.method, QUANTISERS)
+            known = {"pwfn": ELSEWHERE, "conditioned": QUICK, "wfn": "WFN", "kmeans": "k-means"}
+            kind = known.get(line.method, QUANTISERS)
             if line.method == "pwfn" and folder.name in rows:
                 kind = QUICK if folder.name.endswith("_quick") else TARGETS
             figures = (bits.mean, 100 * top1.mean, 100 * (top1.spread or 0.0), 100 * start.mean)

@@ -380,6 +380,8 @@ class Run:
         return loss
 
     def _at_layer(self, layer: int, layers: int) -> None:
+        if self.before_batch is not None and self.distributed.world == 1:  # it may stop the run
+            self.before_batch()
         if self.on_step is not None and layer < layers:
             self.on_step(StepEvent.at_layer(layer, layers, len(self.progress.rounds) + 1))
 
