@@ -25,6 +25,11 @@ ROWS = (
         "[pwfn, smallest](experiments/rows/resnet20_small.toml)",
         "resnet20_small/cifar_resnet20_pwfn_smallest",
     ),
+    (
+        "ResNet-20",
+        "[quick](experiments/rows/conditioned_resnet20.toml), 1,024 images, no labels, not trained",
+        "conditioned_resnet20/cifar_resnet20_quick",
+    ),
     ("ResNet-20", "LSQ, 3 bit", "compare_resnet20/cifar_resnet20_lsq_3_bit"),
     ("ResNet-56", "[pwfn, tuned](experiments/rows/resnet56.toml)", "resnet56/cifar_resnet56_pwfn"),
     ("ResNet-18", "pwfn, recommended", "compare_resnet18/cifar_resnet18_pwfn_recommended"),
