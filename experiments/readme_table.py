@@ -31,7 +31,6 @@ ROWS = (
         "conditioned_resnet20/cifar_resnet20_quick",
     ),
     ("ResNet-20", "LSQ, 3 bit", "compare_resnet20/cifar_resnet20_lsq_3_bit"),
-    ("ResNet-56", "[pwfn, tuned](experiments/rows/resnet56.toml)", "resnet56/cifar_resnet56_pwfn"),
     ("ResNet-18", "pwfn, recommended", "compare_resnet18/cifar_resnet18_pwfn_recommended"),
     ("ResNet-18", "WFN", "compare_resnet18/cifar_resnet18_wfn_delta_0_09"),
     ("ViT, 4 M weights", "pwfn, recommended", "compare_vit/cifar_vit_tiny_pwfn_recommended"),

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import pwfn
 from pwfn import Config, ConfigError, WeightError, compress, load
+from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import METHODS, DataProbe, Method
 from pwfn.export.onnx import to_onnx
 from pwfn.lab.baselines import find
@@ -184,7 +185,9 @@ def test_what_is_scored_is_what_is_saved(name: str, convnet: nn.Module, transfor
     model = network(name, convnet, transformer)
     config = settings(name, posterior__init="powers")  # for which no loss is asked
     net = method(name, model, config)
-    net.start(DataProbe(lambda module: module(TRAIN[0][0]), loss=lambda: math.nan))
+    examples = [Batch.of(batch, torch.device("cpu")) for batch in TRAIN]
+    net.data = DataProbe(lambda module: module(TRAIN[0][0]), lambda: math.nan, lambda count: examples)
+    net.start(net.data)
     net.fix(1.0)
     small = net.finish().apply_to(copy.deepcopy(model)).eval()
     net.eval()

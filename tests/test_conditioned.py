@@ -381,7 +381,7 @@ def test_the_first_process_conditions_for_all():
     first = First(device)
     records = [fix_alike(nets[0], 1.0, first), fix_alike(nets[1], 1.0, Second(first.made))]
     assert records[0] == records[1]
-    assert nets[0].step == nets[1].step
+    assert nets[0].grid_step == nets[1].grid_step
     states = [net.state_dict() for net in nets]
     assert states[0].keys() == states[1].keys()
     assert all(value.equal(states[1][name]) for name, value in states[0].items())

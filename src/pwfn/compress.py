@@ -134,7 +134,7 @@ class Run:
         self.config, self.distributed, self.progress = config, distributed, Progress()
         self.record: dict[str, Any] = {}  # facts that every file of this run keeps
         self.net: Method = METHODS[config.method](model, config).to(distributed.device)
-        self.searches = self.net.has_step and config.target.wanted
+        self.searches = self.net.has_grid and config.target.wanted
         self.phases = phases(config)
         self.original = copy.deepcopy(model).to(distributed.device).eval()
         # Convolutions in bf16 and fp16 are fastest on CUDA with this order.
@@ -179,8 +179,8 @@ class Run:
             if phase.fraction > done:
                 yield number, phase
         while self.searches:
-            self.net.step = next_step(self.progress.states, self.progress.before, self.config.target)
-            if self.net.step is None:
+            self.net.grid_step = next_step(self.progress.states, self.progress.before, self.config.target)
+            if self.net.grid_step is None:
                 return
             yield len(self.progress.rounds) + 1, self.phases[-1]
 
@@ -258,7 +258,7 @@ class Run:
         whole = replace(compressed, record={**compressed.record, **facts, **self.record})
         pool = Pool.of(compressed.values())
         content = self.distributed.first(lambda: dumps(whole))
-        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.step)
+        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step)
 
     def _finish(self) -> Result:
         """Choose a state where there is a target, then what comes after the last fixing."""

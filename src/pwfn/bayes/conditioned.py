@@ -71,7 +71,7 @@ class ConditionedNetwork(Method):
 
     defaults = METHOD_DEFAULTS["conditioned"]
     Options = ConditionedOptions
-    has_step = True
+    has_grid = True
     values: Tensor
     fixed: Tensor
 
@@ -101,21 +101,21 @@ class ConditionedNetwork(Method):
         return WeightState(self.values, fixed=self.fixed.expand(self.values.shape))
 
     def fix(self, fraction: float) -> FixRecord:
-        """Fix all weights at multiples of :attr:`step` or, where that is None, of the one that it finds."""
+        """Fix all weights at multiples of :attr:`grid_step`; where that is None, it is found first."""
         batches = self._parts(self.options.images)
         used, kept = _divided(batches)
         if not self._is_scaled:
             self._scale_if_smaller(used, kept)
-        if self.step is None:
+        if self.grid_step is None:
             given = self.options.step
-            self.step = dyadic(given * self._root_mean_square) if given else self._found_step(used, kept)
+            self.grid_step = dyadic(given * self._root_mean_square) if given else self._found_step(used, kept)
         before = self.values
-        self.notes, model = self._conditioned(self.step, batches)
+        self.notes, model = self._conditioned(self.grid_step, batches)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
         moves = relative_moves(before, self.values)
-        step = FixStep(math.nan, 0, self.step, self.layout.size)
+        step = FixStep(math.nan, 0, self.grid_step, self.layout.size)
         return FixRecord(1.0, self.layout.size, (step,), tuple(moves))
 
     def finish(self) -> Compressed:

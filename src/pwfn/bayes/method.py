@@ -78,7 +78,9 @@ class DataProbe:
 
     through: Callable[[nn.Module], object]  # puts the first batch through a module
     loss: Callable[[], float]  # mean loss over the first batches, each with the same noise at every call
-    examples: Callable[[int], Sequence[Batch]]  # the first batches with so many examples, or all
+    examples: Callable[[int], Sequence[Batch]] = (
+        lambda count: ()
+    )  # the first batches with so many examples, or all
 
 
 class Method(WeightNetwork):
@@ -93,8 +95,8 @@ class Method(WeightNetwork):
     data: DataProbe | None = None  # what fix() may ask of the training data; a run provides it
     on_layer: Callable[[int, int], None] | None = None  # called in a long fixing: layers done, and in all
     notes: tuple[str, ...] = ()  # what the user should know about the last fixing, in one sentence each
-    has_step: ClassVar[bool] = False  # whether the weights lie on a grid whose step a target may decide
-    step: float | None = None  # of that grid
+    has_grid: ClassVar[bool] = False  # whether the weights lie on a grid whose step a target may decide
+    grid_step: float | None = None  # of that grid
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config)
@@ -148,15 +150,15 @@ def fix_alike(net: Method, fraction: float, distributed: Distributed) -> FixReco
 
     Where it looks at the data, of which each process has its own share, the first does it for all.
     """
-    if distributed.world == 1 or not net.has_step:
+    if distributed.world == 1 or not net.has_grid:
         return net.fix(fraction)
 
     def work() -> tuple[FixRecord, tuple[str, ...], float | None, dict[str, Any]]:
         record = net.fix(fraction)
         state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in net.state_dict().items()}
-        return record, net.notes, net.step, state
+        return record, net.notes, net.grid_step, state
 
-    record, net.notes, net.step, state = distributed.first(work)
+    record, net.notes, net.grid_step, state = distributed.first(work)
     net.load_state_dict(state)
     return record
 

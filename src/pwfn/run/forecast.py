@@ -112,7 +112,7 @@ def forecast(
             say(f"dry run: fixing {number} of {len(run.phases)}")
             fixings.append(_seconds(partial(net.fix, phase.fraction)))
         fixing_seconds = max(fixings)
-        memory = max(memory, _peak_bytes(distributed.device)) if net.has_step else memory
+        memory = max(memory, _peak_bytes(distributed.device)) if net.has_grid else memory
         say("dry run: the size of the file")
         fixed = FixedNetwork(net, net.finish())
         shrink_uncompressed(fixed.model, config.finish)
