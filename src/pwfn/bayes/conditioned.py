@@ -129,10 +129,6 @@ class ConditionedNetwork(Method):
         """A copy: every weight is in place."""
         return copy.deepcopy(self)
 
-    def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Groups for a torch optimiser: the uncompressed parameters."""
-        return [{"params": list(self.model.parameters()), "lr": lr, "weight_decay": weight_decay}]
-
     def _scale_if_smaller(self, used: Sequence[Batch], kept: Sequence[Batch]) -> None:
         """Scale the original's filters if a try shows that this makes the file smaller.
 

@@ -78,9 +78,8 @@ class DataProbe:
 
     through: Callable[[nn.Module], object]  # puts the first batch through a module
     loss: Callable[[], float]  # mean loss over the first batches, each with the same noise at every call
-    examples: Callable[[int], Sequence[Batch]] = (
-        lambda count: ()
-    )  # the first batches with so many examples, or all
+    # The first batches with so many examples, or all that there are.
+    examples: Callable[[int], Sequence[Batch]] = lambda count: ()
 
 
 class Method(WeightNetwork):

@@ -32,8 +32,8 @@ POWER = 0.25
 """1/2 is right for fine grids. On a coarse grid small filters would become all zero, so it is less."""
 
 SMALLEST_GAIN = 0.7
-"""Bits per weight, by :func:`gain_bits`, from which filters are scaled: it adds unique values. MobileNetV2
-has 0.88. ResNet-20, which is no smaller afterwards, has 0.38, and EfficientNet-Lite0 0.59."""
+"""Bits per weight, by :func:`gain_bits`, from which filters are scaled. It ranks networks but is not what
+they save, so a caller should try both."""
 
 _EXAMPLES = 256  # for the curvature
 _ROWS, _ROWS_PER_COLUMN = 4096, 4  # inputs for a layer's moments, about
