@@ -267,6 +267,14 @@ def test_golden_files(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dumps(found, posterior) == dumps(compressed, posterior) == data
 
 
+def test_hashes_that_people_have_pinned_stay_what_they_are() -> None:
+    pinned = {
+        "v1_centre": "5c74465f1f1c967aed443281815e49120dc06ae5b72c638f2b0d9cb1de0714f8",
+        "v1_channels_weight": "1e6c4cf3e47d61a37cc18fd6d701c0a170167259af169e5f0a4c824f31e88e2a",
+    }
+    assert {stem: load(make.HERE / f"{stem}.pwfn").content_sha256() for stem in pinned} == pinned
+
+
 def test_golden_files_are_there_and_are_not_made_again() -> None:
     assert {"v1_centre", "v1_channels_weight"} <= set(GOLDEN)
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in make.HERE.glob("*.*")}

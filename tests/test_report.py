@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pwfn import Config, FileError, PwfnError, load
+from pwfn.config.changes import Settings
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.inspect import inspect
 from pwfn.lab.costs import cost_sheet
@@ -32,7 +33,7 @@ from pwfn.report.figures import style
 from pwfn.report.figures.accuracy import calibration_error
 from pwfn.report.page import page, verdict
 from pwfn.report.reading import RunData, read_run
-from pwfn.report.repeat import Settings, compress_command, load_code
+from pwfn.report.repeat import compress_command, load_code
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, TrustOptions, settings
 from pwfn.zoo import models
@@ -274,6 +275,12 @@ def test_the_verdict_says_what_became_of_accuracy(
     data: RunData, before: float | None, after: float | None, said: str
 ) -> None:
     assert said in verdict(replace(data, before=before, after=after))
+
+
+def test_the_record_and_the_page_pin_the_file(data: RunData, folder: Path, text: str) -> None:
+    wanted = load(folder / "model.pwfn").content_sha256()
+    assert data.record["content_sha256"] == wanted
+    assert wanted in Sound(text).said
 
 
 def test_the_code_on_the_page_loads_the_network(

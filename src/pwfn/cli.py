@@ -331,6 +331,28 @@ def inspect(
     typer.echo(json.dumps(facts.to_dict()) if as_json else "\n".join(inspection.lines(facts)))
 
 
+@app.command(epilog="Example: pwfn verify run/model.pwfn")
+def verify(
+    file: File,
+    sha256: Annotated[
+        str | None, typer.Option(help="SHA-256 that its content must have, as inspect prints it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check all of a .pwfn file: every checksum and every number in it.
+
+    The status is 0 if it is sound, 1 if its content is not that of --sha256, and 2 if it is damaged.
+    """
+    from pwfn.file.format import load
+
+    found = load(file).content_sha256()
+    is_other = sha256 is not None and sha256.lower() != found
+    facts = {"path": str(file), "content_sha256": found, "matches": None if sha256 is None else not is_other}
+    verdict = "sound, but another network than the one asked for" if is_other else "sound"
+    typer.echo(json.dumps(facts) if as_json else f"{file}: {verdict}; SHA-256 of its content {found}")
+    raise typer.Exit(int(is_other))
+
+
 @app.command(epilog="Example: pwfn export run/model.pwfn --to onnx --out model.onnx")
 def export(
     file: File,

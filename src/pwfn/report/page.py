@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pwfn.config.changes import Settings
 from pwfn.errors import FileError, PwfnError, cause
 from pwfn.evaluate.targets import pareto
 from pwfn.lab.costs import MOST_TERMS, Cost, Storage, cost_sheet
@@ -18,7 +19,7 @@ from pwfn.report import formats
 from pwfn.report.figures import figures, sigma, style
 from pwfn.report.figures.accuracy import reliability
 from pwfn.report.reading import MODEL, UNCERTAINTY, Round, RunData, measure, names
-from pwfn.report.repeat import Settings, compress_command, load_code
+from pwfn.report.repeat import compress_command, load_code
 from pwfn.run.resolve import network_of
 from pwfn.version import __version__
 from pwfn.zoo import models
