@@ -37,6 +37,8 @@ AsJson = Annotated[bool, _option(RUN, "Print one JSON object instead of text.", 
 Device = Annotated[str | None, _option(RUN, "cpu, cuda, cuda:1, …; default: CUDA if there is a GPU.")]
 File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
 Holdout = Annotated[int, _option(DATA, "Score on this many held-out training images.", min=0)]
+_SHAPE = "Shape of one input, such as 3,224,224, if the model does not tell; for ONNX and costs."
+InputShape = Annotated[str | None, _option(DATA, _SHAPE)]
 Limit = Annotated[int | None, _option(DATA, "Train on this many images only.", min=1)]
 _METHODS = "pwfn (default), wfn, lsq, lsq+, apot, q-vit, kmeans, baseline, or python:FILE:CLASS."
 Method = Annotated[str | None, _option(SETTINGS, _METHODS)]
@@ -45,6 +47,7 @@ Preset = Annotated[str | None, _option(SETTINGS, _PRESETS)]
 Seed = Annotated[int | None, _option(SETTINGS, "Seed of all random states.", min=0)]
 _SOURCES = "npz:PATH, imagefolder:DIR, images:DIR (no labels), cifar10:DIR, digits, python:FILE:FUNCTION, …"
 Source = Annotated[str, _option(DATA, _SOURCES)]
+Unnamed = Annotated[str | None, _option(DATA, "The model, if the file does not name one that pwfn can make.")]
 Workers = Annotated[int, _option(DATA, "Processes that read image files.", min=0)]
 
 
@@ -211,7 +214,7 @@ def train(
 def evaluate(
     file: File,
     data: Source,
-    model: Annotated[str | None, _option(DATA, "The model, if the file does not name it.")] = None,
+    model: Unnamed = None,
     samples: Annotated[int, _option(TRUST, "Also score an ensemble of this many draws.", min=0)] = 0,
     seed: Annotated[int, _option(TRUST, "Seed of the draws.", min=0)] = 0,
     weights: Annotated[
@@ -277,11 +280,13 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    model: Unnamed = None,
+    input_shape: InputShape = None,
 ) -> None:
     """Write one HTML page about a run, or about several side by side."""
     from pwfn.report import write
 
-    typer.echo(write(runs, out))
+    typer.echo(write(runs, out, model=model, input_shape=input_shape))
 
 
 @app.command(epilog="Example: pwfn demo --out demo")
@@ -361,12 +366,8 @@ def export(
         Path | None, typer.Option(help="File to write; default: FILE with another suffix.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of dense weights: fp32, bf16 or fp16.")] = "fp32",
-    model: Annotated[
-        str | None, typer.Option(help="For ONNX: the model, if the file does not name it.")
-    ] = None,
-    input_shape: Annotated[
-        str | None, typer.Option(help="For ONNX: shape of one input, such as 3,224,224.")
-    ] = None,
+    model: Unnamed = None,
+    input_shape: InputShape = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a file for other programs: ONNX with palettes, dense safetensors, or a torch state dict."""
