@@ -374,6 +374,18 @@ def test_the_run_goes_back_to_the_state_that_is_kept(number: int, kept: Result) 
         assert same == (config is plain)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_run_in_its_finish_chooses_again_for_another_target(number: int, kept: Result) -> None:
+    """Other states are better now than when it chose: what it finished belongs to another network."""
+    taken: list[Progress] = []
+    run(TARGET, keep=lambda progress, ends: taken.append(progress()))
+    assert taken[-1].choice is not None
+    result = run(TARGET, resume=favouring(number, taken[-1]))
+    assert result.choice is not None
+    assert result.choice.round == number
+    assert torch.equal(result.compressed.values(), loads(kept.states[number - 1].content).values())
+
+
 def test_a_target_that_none_meets_is_missed() -> None:
     result = run(CONFIG.override({"target.bits": 0.01}))
     assert result.choice is not None

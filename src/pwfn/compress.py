@@ -102,14 +102,14 @@ def compress(
         raise ConfigError(f"resume is a {type(resume).__name__}: allowed is a pwfn.progress.Progress")
     if distributed is None:
         distributed = distributed_for(device_of(model) if device is None else device)
+    run, start = None, resume or Progress()
     with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
-        run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill)
-        run.progress = resume or Progress()
-        run.keep, run.before_batch, run.on_step, run.record = keep, before_batch, on_step, dict(record or {})
         try:
+            run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill, start)
+            run.keep, run.before_batch, run.on_step, run.record = keep, before_batch, on_step, record or {}
             return run.whole(on_round)
         except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
-            error.progress = run.progress  # type: ignore[attr-defined]  # ours declare it, others can hold it
+            error.progress = run.progress if run else start  # type: ignore[attr-defined]  # others can hold it
             raise
 
 
@@ -119,6 +119,7 @@ class Run:
     keep: Keep | None = None
     before_batch: Callable[[], None] | None = None
     on_step: Callable[[StepEvent], None] | None = None
+    record: Mapping[str, Any] = {}  # facts that every file of this run keeps
 
     def __init__(
         self,
@@ -130,9 +131,9 @@ class Run:
         loss_fn: LossFn,
         metric: LossFn | None,
         distill: bool | LossFn,
+        progress: Progress = Progress(),  # noqa: B008  # a value: it never changes
     ) -> None:
-        self.config, self.distributed, self.progress = config, distributed, Progress()
-        self.record: dict[str, Any] = {}  # facts that every file of this run keeps
+        self.config, self.distributed, self.progress = config, distributed, progress
         self.net: Method = METHODS[config.method](model, config).to(distributed.device)
         self.searches = self.net.has_grid and config.target.wanted
         self.phases = phases(config)
@@ -254,22 +255,21 @@ class Run:
         compressed = fixed.finish()
         scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         restore_random_states(dice)
-        facts = {"method": self.config.method, "settings": self.config.to_dict(), "round": number}
-        whole = replace(compressed, record={**compressed.record, **facts, **self.record})
+        whole = self._recorded(compressed, round=number)
         pool = Pool.of(compressed.values())
         content = self.distributed.first(lambda: dumps(whole))
         return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step)
 
     def _finish(self) -> Result:
         """Choose a state where there is a target, then what comes after the last fixing."""
-        progress, finish = self.progress, self.config.finish
-        choice = progress.choice
-        if self.config.target.wanted and choice is None:
-            choice = choose(progress.states, progress.before, self.config.target)
-        if choice is not None and choice.round < len(progress.rounds):
-            compressed = loads(next(s for s in progress.states if s.round == choice.round).content)
-        else:
-            compressed = self.net.finish()
+        progress, finish, target = self.progress, self.config.finish, self.config.target
+        choice = choose(progress.states, progress.before, target) if target.wanted else None
+        last = len(progress.rounds)
+        kept, finished = (last if made is None else made.round for made in (choice, progress.choice))
+        if kept != finished:  # what was done of the finish was for another target
+            self.progress = progress = replace(progress, uncompressed=None, finished=0, phase=None)
+        earlier = (loads(state.content) for state in progress.states if state.round == kept < last)
+        compressed = next(earlier, None) or self.net.finish()
         net = FixedNetwork(self.net, compressed)
         if progress.uncompressed is not None:
             net.model.load_state_dict(progress.uncompressed)
@@ -310,15 +310,10 @@ class Run:
         progress = self.progress
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         summary = summarise(compressed.layout, compressed.values())
-        facts = {
-            "method": self.config.method,
-            "settings": self.config.to_dict(),
-            "before": progress.before.to_dict() if progress.before else None,
-            "after": after.to_dict() if after else None,
-        }
+        before, now = (scores.to_dict() if scores else None for scores in (progress.before, after))
         polished = self.config.finish.polish_epochs if self.polish_steps else 0.0
         return Result(
-            compressed=replace(compressed, record={**compressed.record, **facts, **self.record}),
+            compressed=self._recorded(compressed, before=before, after=now),
             summary=summary,
             rounds=progress.rounds,
             before=progress.before,
@@ -332,6 +327,11 @@ class Run:
             warnings=warn(ruin(progress.before, after), self.distributed) + progress.warnings,
             _original=self.original,
         )
+
+    def _recorded(self, compressed: Compressed, **facts: object) -> Compressed:
+        """With what led to it in its record."""
+        made = {"method": self.config.method, "settings": self.config.to_dict(), **facts}
+        return replace(compressed, record={**compressed.record, **made, **self.record})
 
     def _fit(
         self,
