@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import CONFIG, STEPS, assert_same, cut_off, figures, newest, run
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from pwfn import ConfigError, Result, compress, evaluate, loads
 from pwfn.config import TargetConfig
@@ -347,6 +349,55 @@ def test_keeping_states_changes_no_round(kept: Result) -> None:
     plain = run()
     assert plain.states == ()
     assert figures(plain) == figures(kept)
+
+
+class Counting(Shuffled):
+    """Every pass is another epoch, counted by the loader itself."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes += 1
+        return super().epoch(self.passes)
+
+    epoch = None  # type: ignore[assignment]  # not by number
+
+
+def shuffling(kind: str) -> Iterable[Any]:
+    """A loader whose passes differ, and which one pass too many would change."""
+    if kind == "counting":
+        return Counting()
+    data, generator = Images(), torch.Generator().manual_seed(5)
+    if kind == "generator":
+        return DataLoader(data, 8, shuffle=True, generator=generator)
+    if kind == "batch sampler":
+        order = BatchSampler(RandomSampler(data, generator=generator), 8, drop_last=False)
+        return DataLoader(data, batch_sampler=order)
+    return DataLoader(data, 8, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Those of Shuffled, one by one."""
+
+    def __init__(self) -> None:
+        self.examples = [pair for x, y in Shuffled().batches for pair in zip(x, y, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        return self.examples[at]
+
+
+@pytest.mark.parametrize("kind", ["generator", "batch sampler", "counting", "persistent workers"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_keeping_states_changes_no_round_whatever_the_loader(kind: str, shared: bool) -> None:
+    """Also where one loader serves for training and for validation."""
+    found = []
+    for config in (CONFIG, TARGET):
+        loader = shuffling(kind)
+        found.append(figures(compress(network(), loader, loader if shared else Shuffled(), config)))
+    assert found[0] == found[1]
 
 
 def favouring(number: int, progress: Progress) -> Progress:

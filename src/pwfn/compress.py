@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
-from pwfn.bayes.batches import Source, batched, device_of
+from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
-from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
+from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
 from pwfn.bayes.sigma import probe
 from pwfn.bayes.train import PhaseState, fit, steps_in
 from pwfn.config import Config, Precision, SchedulerName
@@ -144,6 +144,7 @@ class Run:
         self.val: Source | None = None
         if val_loader is not None:
             self.val = Source("val_loader", batched(val_loader), distributed.device, last)
+            self.val = self.val.apart() if val_loader is train_loader else self.val
             if config.method == "conditioned" and not distill:  # it needs no labels, so there may be none
                 distill = comparison(next(self.val.batches(), None), self.original)
         compare = divergence if distill is True else distill or None
@@ -243,18 +244,16 @@ class Run:
 
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""
-        net = self.net.rounded()
-        dice = random_states()  # a loader that shuffles may draw from them
-        fixed = FixedNetwork(net, net.finish())
-        if self.config.finish.reestimate_epochs:
-            steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
-            where = f"the state after round {number}"
-            reestimate_batchnorm(fixed, self.train.endless(), steps, where, self.distributed)
-        if self.searches:  # nothing is trained after it: its bytes are those of the file
-            shrink_uncompressed(fixed.model, self.config.finish)
-        compressed = fixed.finish()
-        scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
-        restore_random_states(dice)
+        with undisturbed(self.train, self.val):  # loaders that shuffle draw from random states
+            net = self.net.rounded()
+            fixed = FixedNetwork(net, net.finish())
+            if self.config.finish.reestimate_epochs:
+                self._reestimate(fixed, self.train.apart().endless())
+            if self.searches:  # nothing is trained after it: its bytes are those of the file
+                shrink_uncompressed(fixed.model, self.config.finish)
+            compressed = fixed.finish()
+            model, val = compressed.apply_to(copy.deepcopy(self.original)), self.val and self.val.apart()
+            scores = self.scores(model, Precision.FP32, val)
         whole = self._recorded(compressed, round=number)
         pool = Pool.of(compressed.values())
         content = self.distributed.first(lambda: dumps(whole))
@@ -289,9 +288,9 @@ class Run:
                 self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
         return self._result(net.finish())
 
-    def _reestimate(self, net: FixedNetwork) -> None:
+    def _reestimate(self, net: FixedNetwork, batches: Stream | None = None) -> None:
         steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
-        reestimate_batchnorm(net, self.batches, steps, "BatchNorm re-estimation", self.distributed)
+        reestimate_batchnorm(net, batches or self.batches, steps, "BatchNorm re-estimation", self.distributed)
 
     @property
     def polish_steps(self) -> int:
@@ -375,8 +374,7 @@ class Run:
             distributed=self.distributed,
         )
         # As with DistributedDataParallel, the first process's statistics are used by all.
-        buffers = [buffer for buffer in net.model.buffers() if buffer.dtype != torch.bool]
-        self.distributed.copy_first_(buffers)
+        self.distributed.copy_first_([each for each in net.model.buffers() if each.dtype != torch.bool])
         return loss
 
     def _at_layer(self, layer: int, layers: int) -> None:
@@ -412,14 +410,16 @@ class Run:
         """Steps of the optimiser in a number of epochs."""
         return steps_in(epochs / self.config.training.accumulate, self.batches_per_epoch)
 
-    def scores(self, model: nn.Module, precision: Precision | None = None) -> Scores | None:
+    def scores(
+        self, model: nn.Module, precision: Precision | None = None, val: Source | None = None
+    ) -> Scores | None:
         """Scores on the validation data, if there is any; in the precision of training unless given."""
-        if self.val is None:
+        val = val or self.val
+        if val is None:
             return None
-        # Processes may have different numbers of batches, so that they could not agree to stop here.
-        before_batch = self.before_batch if self.distributed.world == 1 else None
         return mean_scores(
-            *(model, self.val, self.scored, self.metric, precision or self.config.training.precision),
+            *(model, val, self.scored, self.metric, precision or self.config.training.precision),
             distributed=self.distributed,
-            before_batch=before_batch,
+            # Processes may have different numbers of batches, so that they could not agree to stop here.
+            before_batch=self.before_batch if self.distributed.world == 1 else None,
         )
