@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
 from pwfn.bayes.batches import Source, Stream, batched, device_of
@@ -21,7 +22,7 @@ from pwfn.bayes.objective import LossFn, Objective, comparison, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
 from pwfn.bayes.sigma import probe
-from pwfn.bayes.train import PhaseState, fit, steps_in
+from pwfn.bayes.train import PhaseState, fit, loss_scaler, steps_in
 from pwfn.config import Config, Precision, SchedulerName
 from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError
@@ -37,6 +38,7 @@ from pwfn.progress import Keep, Progress, Round, StepEvent, on_cpu
 from pwfn.result import Result
 
 POLISH_LEARNING_RATE = 1e-3
+Trained = Method | FixedNetwork
 
 
 def compress(
@@ -156,6 +158,9 @@ class Run:
         distils = compare is None and config.training.distill
         self.objective = Objective(divergence, self.original) if distils else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
+        self.scaler = loss_scaler(distributed.device, config.training)
+        if progress.scaler:
+            self.scaler.load_state_dict(progress.scaler)
         self.net.data = probe(self.net, self.train, self.scored, distributed)
         self.net.on_layer = lambda *at: self._at_layer(*at)  # a method would be copied with the network
 
@@ -333,13 +338,7 @@ class Run:
         return replace(compressed, record={**compressed.record, **made, **self.record})
 
     def _fit(
-        self,
-        net: Method | FixedNetwork,
-        optimizer: torch.optim.Optimizer,
-        steps: int,
-        round_number: int,
-        where: str,
-        seed: int | None,
+        self, net: Trained, optimizer: Optimizer, steps: int, round_number: int, where: str, seed: int | None
     ) -> float:
         """One phase, from the beginning or from where the progress says that it was left."""
         training, plan = self.config.training, self.phase_steps()
@@ -360,15 +359,13 @@ class Run:
 
         polish = isinstance(net, FixedNetwork)
         loss = fit(
-            net,
-            self.batches,
-            steps,
-            self.objective,
+            *(net, self.batches, steps, self.objective),
             replace(training, scheduler=SchedulerName.NONE) if polish else training,
             optimizer=optimizer,
             where=where,
             seed=seed,
             start=self.progress.phase,
+            scaler=self.scaler,
             after_step=after_step,
             on_loss=on_loss,
             distributed=self.distributed,
@@ -383,7 +380,7 @@ class Run:
         if self.on_step is not None and layer < layers:
             self.on_step(StepEvent.at_layer(layer, layers, len(self.progress.rounds) + 1))
 
-    def _in_phase(self, net: Method | FixedNetwork, phase: PhaseState) -> Progress:
+    def _in_phase(self, net: Trained, phase: PhaseState) -> Progress:
         """The progress in the middle of a phase."""
         polishing = isinstance(net, FixedNetwork)
         state = on_cpu(net.model.state_dict() if polishing else net.state_dict())
@@ -397,6 +394,7 @@ class Run:
         return replace(
             self.progress,
             batches=self.batches.drawn,
+            scaler=self.scaler.state_dict(),
             random=self.distributed.gather(random_states()),
             seconds=time.perf_counter() - self._started,
             **changes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,6 +98,7 @@ class Progress:
     batches: int = 0  # batches drawn from the training data
     random: list[dict[str, Any]] | None = None  # every random state of every process
     phase: PhaseState | None = None  # in the middle of a training phase
+    scaler: dict[str, Any] = field(default_factory=dict)  # of the loss, for fp16; empty otherwise
     seconds: float = 0.0  # of work so far, in all processes that resumed it
     start: Trace | None = None  # the network before any training
     warnings: tuple[str, ...] = ()  # what looked wrong before any training
