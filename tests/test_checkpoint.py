@@ -247,6 +247,23 @@ def test_the_checkpoint_of_another_run_is_refused_with_the_difference(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("section", "name"), [("training", "clip_norm"), ("target", None)])
+def test_a_setting_that_an_earlier_version_did_not_have_had_its_default(
+    section: str, name: str | None, tmp_path: Path
+) -> None:
+    """A setting, or all of a section."""
+    settings = Config().to_dict()
+    if name is None:
+        del settings[section]
+    else:
+        del settings[section][name]
+    Store(tmp_path, {"settings": settings}).save(Progress(batches=3))
+    assert newest(Store(tmp_path, {"settings": Config().to_dict()})).batches == 3
+    other = Config().override({"training.clip_norm": 0.5, "target.bits": 3.0}).to_dict()
+    with pytest.raises(FileError, match=rf"settings\.{section}\.\w+ is"):
+        Store(tmp_path, {"settings": other}).newest()
+
+
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     """A pickle that names a function is refused by torch, whatever its checksum."""
     import hashlib
