@@ -315,7 +315,7 @@ class Run:
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         summary = summarise(compressed.layout, compressed.values())
         before, now = (scores.to_dict() if scores else None for scores in (progress.before, after))
-        polished = self.config.finish.polish_epochs if self.polish_steps else 0.0
+        steps = sum(done.steps for done in progress.rounds) + self.polish_steps
         return Result(
             compressed=self._recorded(compressed, before=before, after=now),
             summary=summary,
@@ -324,7 +324,7 @@ class Run:
             fixed=progress.rounds[-1].scores,
             after=after,
             config=self.config,
-            epochs=sum(phase.epochs for phase in self.phases) + polished,
+            epochs=steps * self.config.training.accumulate / self.batches_per_epoch,
             seconds=progress.seconds,
             states=progress.states,
             choice=progress.choice,

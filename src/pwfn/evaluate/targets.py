@@ -110,7 +110,8 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
         smallest = min(len(state.content) for state in fitting)
         near = [state for state in fitting if len(state.content) <= 1.01 * smallest]
         chosen = min(near if by_size else fitting, key=_loss)
-        best = "the largest" if chosen.scores is None else "the most accurate"
+        measured = chosen.scores is not None and chosen.scores.metric is not None
+        best = "the most accurate" if measured else "the best by loss" if chosen.scores else "the largest"
         rank = "the smallest" if by_size else best
         of = f"{rank} of {len(fitting)} that meet the target ({_wanted(target)})"
         if len(fitting) == 1:
