@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,31 @@ def test_in_mid_round_another_optimiser_is_one_sentence(
     with pytest.raises(ConfigError, match="step") as caught:
         run(CONFIG.override(goes_on), resume=found)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads of torch, and restores it."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_a_run_that_resumes_with_another_number_of_threads_says_so(
+    threads: Callable[[int], None], tmp_path: Path
+) -> None:
+    """Sums are added up by threads, and may round differently. Of the same number, nothing is said."""
+    threads(2)
+    usual, found = run().warnings, newest(cut_off(tmp_path, 9))
+    assert run(resume=found).warnings == usual
+    threads(1)
+    told: list[Progress] = []
+    (more,) = set(run(resume=found, on_round=told.append).warnings) - set(usual)
+    assert "2 threads" in more
+    assert "OMP_NUM_THREADS=2" in more
+    assert run(resume=told[-1]).warnings.count(more) == 1
+    old = dataclasses.replace(found, threads=0)  # of a checkpoint that does not know
+    assert run(resume=old).warnings == usual
 
 
 def test_taking_progress_changes_nothing_and_progress_after_a_round_is_enough(

@@ -288,6 +288,29 @@ def test_a_second_ctrl_c_stops_at_once(whole: Path, tmp_path: Path, monkeypatch:
     assert_resumes(tmp_path, whole)
 
 
+def test_another_number_of_threads_is_told_when_a_run_resumes(tmp_path: Path) -> None:
+    """At once, and the record has both: that of the machine, and the warning."""
+    said: list[str] = []
+
+    class Listening(AfterFirstRound):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(StoppedError):
+            run(options(tmp_path), QUICK, AfterFirstRound(lambda: signal.raise_signal(signal.SIGINT)))
+        assert lines(tmp_path)[0]["threads"] == 2
+        torch.set_num_threads(1)
+        run(options(tmp_path, resume=True), QUICK, Listening(lambda: None))
+    finally:
+        torch.set_num_threads(before)
+    assert "2 threads" in " ".join(said)
+    assert record(tmp_path)["machine"]["threads"] == 1
+    assert any("2 threads" in sentence for sentence in record(tmp_path)["warnings"])
+
+
 # Killed
 
 

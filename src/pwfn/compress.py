@@ -30,7 +30,7 @@ from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.evaluate.targets import State, check_target, choose, next_step
-from pwfn.evaluate.verdict import doubts, ruin, warn
+from pwfn.evaluate.verdict import doubts, other_threads, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps, loads
@@ -158,6 +158,7 @@ class Run:
         distils = compare is None and config.training.distill
         self.objective = Objective(divergence, self.original) if distils else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
+        self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)
         if progress.scaler:
             self.scaler.load_state_dict(progress.scaler)
@@ -170,6 +171,8 @@ class Run:
         if self.progress.network is None:
             self._start()
         self.progress.restore(self.net)
+        warnings = warn(other_threads(self.progress.threads, self.threads), self.distributed)
+        self.progress = replace(self.progress, warnings=self.progress.noted(warnings))
         self.batches = self.train.endless(self.progress.batches)
         if self.progress.random is not None:
             restore_random_states(self.progress.random[self.distributed.rank])
@@ -244,7 +247,7 @@ class Run:
         self._advance(
             rounds=(*self.progress.rounds, made),
             states=(*self.progress.states, *states),
-            warnings=tuple(dict.fromkeys((*self.progress.warnings, *warnings))),
+            warnings=self.progress.noted(warnings),
         )
 
     def _state(self, number: int, fraction: float) -> State:
@@ -346,12 +349,9 @@ class Run:
 
         def on_loss(step: int, loss: float, learning_rate: float) -> None:
             if self.on_step is not None:
-                self.on_step(
-                    StepEvent(
-                        *(where, round_number, len(self.phases), step, steps, step * share, steps * share),
-                        *(loss, learning_rate, (earlier + step) / sum(plan), self.batches.drawn),
-                    )
-                )
+                at = (where, round_number, len(self.phases), step, steps, step * share, steps * share)
+                done = (earlier + step) / sum(plan)
+                self.on_step(StepEvent(*at, loss, learning_rate, done, self.batches.drawn))
 
         def after_step(step: int, snapshot: Callable[[], PhaseState]) -> None:
             if self.keep is not None:
@@ -395,6 +395,7 @@ class Run:
             self.progress,
             batches=self.batches.drawn,
             scaler=self.scaler.state_dict(),
+            threads=self.threads,
             random=self.distributed.gather(random_states()),
             seconds=time.perf_counter() - self._started,
             **changes,

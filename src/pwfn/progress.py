@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,7 @@ class Progress:
     seconds: float = 0.0  # of work so far, in all processes that resumed it
     start: Trace | None = None  # the network before any training
     warnings: tuple[str, ...] = ()  # what looked wrong before any training
+    threads: int = 0  # of torch, on a CPU; 0: not known
 
     def __repr__(self) -> str:
         step = f", step {self.phase.step}" if self.phase else ""
@@ -112,6 +113,10 @@ class Progress:
         """Every trace so far, in order."""
         start = [self.start] if self.start is not None else []
         return start + [trace for done in self.rounds for trace in done.traces]
+
+    def noted(self, sentences: Sequence[str]) -> tuple[str, ...]:
+        """The warnings so far and these, each once."""
+        return tuple(dict.fromkeys((*self.warnings, *sentences)))
 
     def gaussian_network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
         """The network after the last finished round, from the original model."""

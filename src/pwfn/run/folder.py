@@ -152,7 +152,7 @@ class _Journal(logging.Handler):
         self._options, self._folder = options, options.out
         self._views, self._store, self._distributed = views, store, distributed
         self._events: list[StepEvent] = []  # since the last line of an epoch
-        self._rounds = len(progress.rounds) if progress else 0
+        self._first = self._rounds = len(progress.rounds) if progress else 0
         self._log = _Log(self._folder / "log.jsonl") if distributed.leads else None
 
     def __enter__(self) -> Self:
@@ -189,8 +189,8 @@ class _Journal(logging.Handler):
             self._events = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a warning before the first round; what is found at the end is printed with the result."""
-        if self._rounds == 0:
+        """Show a warning before the first round is done; those of the end are printed with the result."""
+        if self._rounds == self._first:
             for view in self._views:
                 for line in textwrap.wrap(f"WARNING: {record.getMessage()}", 76):
                     view.say(line)
@@ -278,6 +278,7 @@ def _machine(distributed: Distributed) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(distributed.device) if is_cuda else processor,
         "processes": distributed.world,
+        "threads": torch.get_num_threads(),
         "versions": {"pwfn": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
