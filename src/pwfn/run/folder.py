@@ -37,6 +37,7 @@ from pwfn.progress import Progress, StepEvent
 from pwfn.result import Result
 from pwfn.run.checkpoint import Keeper, Store
 from pwfn.run.console import View, state_lines
+from pwfn.run.lock import Lock
 from pwfn.run.options import RunOptions
 from pwfn.run.resolve import Resolved, resolve
 from pwfn.run.scores import check_same
@@ -45,6 +46,13 @@ from pwfn.version import __version__
 
 _ASKED = ("data", "eval_data", "weights", "classes", "holdout", "limit", "test_batch_size", "posterior")
 """Options that the record keeps by name, so that the command can be repeated; the identity has contents."""
+
+
+_WRITTEN = (
+    *("config.toml", "log.jsonl", "trace.jsonl", "record.json", "model.pwfn", "weights.safetensors"),
+    *("checkpoints/checkpoint-*.pt", "states/round-*.pwfn"),
+)
+"""All files that a run, or the demo, writes in its folder."""
 
 
 def run(
@@ -56,17 +64,18 @@ def run(
     """
     _check(options.posterior, config)
     distributed = distributed or distributed_for(options.device)
-    distributed.first(lambda: prepare(options.out, options.resume))
-    found = resolve(options, config, distributed)
-    store = Store(options.out / "checkpoints", found.identity)
-    distributed.first(lambda: clear_leftovers(options.out))
-    progress = store.newest() if options.resume else None
-    if options.resume and progress is None and store.paths():
-        raise FileError(
-            f"{store.folder}: every checkpoint is damaged: remove them to start again, or use another folder"
-        )
-    distributed.largest([0])  # a barrier: nobody writes before all have read
     with ExitStack() as stack:
+        lock = stack.enter_context(Lock(options.out))
+        distributed.first(lambda: _enter(options, lock))
+        found = resolve(options, config, distributed)
+        store = Store(options.out / "checkpoints", found.identity)
+        progress = store.newest() if options.resume else None
+        if options.resume and progress is None and store.paths():
+            raise FileError(
+                f"{store.folder}: every checkpoint is damaged: remove them to start again, or use another "
+                "folder"
+            )
+        distributed.largest([0])  # a barrier: nobody writes before all have read
         views = [] if view is None or not distributed.leads else [stack.enter_context(view)]
         if options.tensorboard and distributed.leads:
             curves = TensorBoard(options.out / "tensorboard", _steps_done(progress))
@@ -92,6 +101,14 @@ def run(
         result = replace(result, saved_bytes=distributed.first(lambda: _save(result, options)))
         journal.end(result, found)
     return result
+
+
+def _enter(options: RunOptions, lock: Lock) -> None:
+    """Make the folder this run's own, and remove what a killed run left half written."""
+    prepare(options.out, options.resume)
+    lock.take()
+    prepare(options.out, options.resume)  # again: a run may have ended there in between
+    clear_leftovers(options.out, _WRITTEN)
 
 
 def prepare(folder: Path, resume: bool = False) -> None:
