@@ -43,7 +43,7 @@ RUNS = {
 }
 MOMENTS = {
     GaussianNetwork: ("start", "fix"),
-    ConditionedNetwork: ("fix", "_conditioned", "_distance"),
+    ConditionedNetwork: ("fix",),  # every layer of it is a moment, too: before_batch is called there
     Run: ("_state", "_advance", "_reestimate", "_polish", "_result", "scores"),
 }
 
@@ -56,7 +56,8 @@ class Clock:
     """Counts the moments of a run, and stops it at one of them."""
 
     def __init__(self, stop: int | None = None) -> None:
-        self.now, self.stop, self.names = 0, stop, []
+        self.now, self.stop = 0, stop
+        self.names: list[str] = []
 
     def tick(self, name: str) -> None:
         self.names.append(name)
