@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from cases import Shuffled
 from cases import normalised_classifier as network
 from torch import Tensor, nn
 
-from pwfn import Config, FileError, Result, compress
+from pwfn import Config, ConfigError, FileError, Result, compress
 from pwfn.progress import Progress
 from pwfn.run.checkpoint import Store, from_plain, to_plain
 
@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cosine": {"training.scheduler": "cosine"},
     "accumulation": {"training.accumulate": 2},
 }
+PLAIN, HALF = VARIANTS["accumulation"], {"training.precision": "fp16"}
 
 
 class CutOffError(Exception):
@@ -111,6 +112,81 @@ def test_with_fp16_the_scale_of_the_loss_is_kept_too(step: int, tmp_path: Path) 
     assert found.phase is not None
     assert found.phase.scaler["scale"] < 65536
     assert_same(run(resume=found, **how), run(**how), tmp_path)
+
+
+def test_with_fp16_a_round_begins_with_the_scale_that_the_last_one_found(tmp_path: Path) -> None:
+    """Too large a scale costs the first steps of a round, which are skipped."""
+    how = {"config": CONFIG.override({"training.precision": "fp16"}), "loss_fn": steep}
+    taken: list[Progress] = []
+    after_rounds: list[Progress] = []
+    whole = run(keep=lambda progress, ends: taken.append(progress()), on_round=after_rounds.append, **how)
+    scales = [progress.phase.scaler["scale"] for progress in taken if progress.phase]
+    assert len(scales) == STEPS
+    assert scales == sorted(scales, reverse=True)
+    assert scales[-1] < 65536
+    for progress in after_rounds:
+        assert_same(run(resume=from_plain(to_plain(progress)), **how), whole, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["flat", *VARIANTS])
+def test_settings_of_the_optimiser_that_change_in_a_round_hold_from_there_on(
+    name: str, tmp_path: Path
+) -> None:
+    """A learning rate of nothing moves nothing; weight decay is felt."""
+    variants = {"flat": {}, **VARIANTS}
+    config = CONFIG.override(
+        {**variants[name], "schedule.fractions": [1.0], "schedule.epochs_per_round": [4]}
+    )
+    found = newest(cut_off(tmp_path, 3, config=config))
+    assert found.network is not None
+
+    def moved(**training: float) -> Tensor:
+        changes = {f"training.{key}": value for key, value in training.items()}
+        last: list[Progress] = []
+        run(config.override(changes), resume=found, keep=lambda now, ends: last.append(now()))
+        steps = [now for now in last if now.phase and not now.rounds]
+        return steps[-1].network["free_mu"] - found.network["free_mu"]
+
+    assert moved(learning_rate=1e-30, weight_decay=0.0, sigma_learning_rate=1e-30).abs().max() < 1e-9
+    assert not torch.equal(moved(weight_decay=0.0), moved(weight_decay=1.0))
+
+
+@pytest.mark.parametrize(
+    ("began", "goes_on"),
+    [({}, VARIANTS["adamw"]), (VARIANTS["adamw"], {}), ({}, PLAIN), (PLAIN, {}), ({}, HALF), (HALF, {})],
+)
+def test_in_mid_round_another_optimiser_is_one_sentence(
+    began: dict[str, Any], goes_on: dict[str, Any], tmp_path: Path
+) -> None:
+    found = newest(cut_off(tmp_path, 4, config=CONFIG.override(began)))
+    with pytest.raises(ConfigError, match="step") as caught:
+        run(CONFIG.override(goes_on), resume=found)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads of torch, and restores it."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_a_run_that_resumes_with_another_number_of_threads_says_so(
+    threads: Callable[[int], None], tmp_path: Path
+) -> None:
+    """Sums are added up by threads, and may round differently. Of the same number, nothing is said."""
+    threads(2)
+    usual, found = run().warnings, newest(cut_off(tmp_path, 9))
+    assert run(resume=found).warnings == usual
+    threads(1)
+    told: list[Progress] = []
+    (more,) = set(run(resume=found, on_round=told.append).warnings) - set(usual)
+    assert "2 threads" in more
+    assert "OMP_NUM_THREADS=2" in more
+    assert run(resume=told[-1]).warnings.count(more) == 1
+    old = dataclasses.replace(found, threads=0)  # of a checkpoint that does not know
+    assert run(resume=old).warnings == usual
 
 
 def test_taking_progress_changes_nothing_and_progress_after_a_round_is_enough(
@@ -194,6 +270,23 @@ def test_the_checkpoint_of_another_run_is_refused_with_the_difference(
     with pytest.raises(FileError, match=difference) as caught:
         Store(tmp_path, identity).newest()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("section", "name"), [("training", "clip_norm"), ("target", None)])
+def test_a_setting_that_an_earlier_version_did_not_have_had_its_default(
+    section: str, name: str | None, tmp_path: Path
+) -> None:
+    """A setting, or all of a section."""
+    settings = Config().to_dict()
+    if name is None:
+        del settings[section]
+    else:
+        del settings[section][name]
+    Store(tmp_path, {"settings": settings}).save(Progress(batches=3))
+    assert newest(Store(tmp_path, {"settings": Config().to_dict()})).batches == 3
+    other = Config().override({"training.clip_norm": 0.5, "target.bits": 3.0}).to_dict()
+    with pytest.raises(FileError, match=rf"settings\.{section}\.\w+ is"):
+        Store(tmp_path, {"settings": other}).newest()
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:

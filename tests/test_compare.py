@@ -695,6 +695,6 @@ def test_a_small_table_with_real_processes(tmp_path: Path) -> None:
     assert "no_such_name" in sentence
     assert (pwfn.figures["top1_ensemble"] is None, lsq.figures["top1_ensemble"] is None) == (False, True)
     assert (pwfn.separate["layer"], lsq.separate["layer"]) == ("no", "yes")
-    assert lsq.figures["epochs"] == Figure(0.25, None)
+    assert lsq.figures["epochs"] == Figure(1 / 3, None)  # a quarter of three batches is one step
     again, _ = _table(compare.read(SMALL), tmp_path, table_only=True)
     assert again.parts == table.parts

@@ -344,6 +344,9 @@ def test_each_round_may_have_its_own_length() -> None:
     result = compress(made.model, made.train, None, config)
     assert [done.steps for done in result.rounds] == [3, 0, 12]
     assert result.epochs == pytest.approx(2.5 + 1)  # and polish
+    tiny = {"schedule.epochs_per_round": [1e-4, 1e-4, 1e-4], "training.accumulate": 3}
+    result = compress(made.model, made.train, None, BRIEF.override(tiny))
+    assert result.epochs == pytest.approx(3 * 3 / 6 + 1)  # one step a round at least, three batches each
     equal = {"schedule.epochs_per_round": [0.05, 1, 1]}
     one, two = (compress(made.model, made.train, None, each) for each in (BRIEF, BRIEF.override(equal)))
     assert torch.equal(one.compressed.values(), two.compressed.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cases import npz_file
 from safetensors.torch import save_file
 
 from pwfn import Config, PwfnError
+from pwfn.evaluate.targets import MAX_TRIES
 from pwfn.run.folder import run
 from pwfn.run.forecast import forecast
 from pwfn.zoo.models import digits_resnet
@@ -64,8 +66,36 @@ def test_the_steps_are_those_of_the_run(tmp_path: Path) -> None:
     target = forecast(options(tmp_path), config.override({"target.bits": 3.0}))
     least = target.steps * target.step_seconds + 6 * target.fixing_seconds + 8 * target.scoring_seconds
     assert target.total_seconds == pytest.approx(least + 5 * 22 * target.step_seconds / 3)
+    assert (found.tries, target.tries) == (1, 1)
     assert found.device_bytes is None
     assert 2**26 < found.memory_bytes < 2**36  # of this process: more than torch alone, and less than 64 GiB
+
+
+def test_a_target_that_decides_the_step_may_cost_many_networks(tmp_path: Path) -> None:
+    """Each try is fixed once and scored once; the original and the file are scored too."""
+    config = Config.preset("quick").override({"options.images": 64})
+    alone = forecast(options(tmp_path), config)
+    assert alone.total_seconds == pytest.approx(alone.fixing_seconds + 3 * alone.scoring_seconds)
+    found = forecast(options(tmp_path), config.override({"target.bits": 2.0}))
+    assert (found.tries, found.steps) == (MAX_TRIES, 0)
+    fixing = found.fixing_seconds + (MAX_TRIES - 1) * found.try_seconds
+    assert found.try_seconds > 0
+    assert found.total_seconds == pytest.approx(fixing + (MAX_TRIES + 2) * found.scoring_seconds)
+    assert "up to" in str(found)
+    assert "up to" not in str(alone)
+
+
+def test_a_dry_run_is_never_silent_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pwfn.run.forecast._SILENT_SECONDS", 0.01)
+    said: list[str] = []
+    forecast(options(tmp_path), UNTRAINED, say=said.append)
+    repeated = [line for line in said if line.endswith("so far")]
+    assert len(repeated) > 2
+    assert all(any(line.startswith(other) for other in said if other != line) for line in repeated)
+    threads = threading.active_count()
+    with pytest.raises(PwfnError):
+        forecast(options(tmp_path, data="digit"), UNTRAINED, say=said.append)
+    assert threading.active_count() == threads
 
 
 def test_the_expected_time_is_that_of_the_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pwfn.bayes.randomness import seeded
+from pwfn.bayes.randomness import seeded, undisturbed
 
 CPU = torch.device("cpu")
 
@@ -52,3 +52,36 @@ def test_a_seeded_block_that_fails_leaves_everything_as_it_was() -> None:
         fail()
     assert states() == before
     assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == flags
+
+
+class Nested:
+    """Holds generators as a loader does: in itself, in its sampler, in its data set."""
+
+    def __init__(self) -> None:
+        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
+        self.sampler = torch.utils.data.RandomSampler(range(9), generator=self.torch)
+        self.python = random.Random(3)
+
+    def draws(self) -> tuple[object, ...]:
+        return draws(), list(self.sampler), self.numpy.random(), self.python.random()
+
+
+def test_what_is_read_undisturbed_can_be_read_again() -> None:
+    loader = Nested()
+    for _ in range(2):
+        with undisturbed(loader, None):
+            first = loader.draws()
+        assert loader.draws() == first
+
+
+def test_what_fails_undisturbed_can_be_read_again_too() -> None:
+    loader, drawn = Nested(), []
+
+    def fail() -> None:
+        with undisturbed(loader):
+            drawn.append(loader.draws())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert loader.draws() == drawn[0]

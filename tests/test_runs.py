@@ -26,12 +26,14 @@ from cases import digits_run as options
 from conftest import Call
 
 from pwfn import Config, FileError, GaussianNetwork, PwfnError, cli, load
+from pwfn.file.storage import replacing
 from pwfn.progress import Progress, Round
 from pwfn.run import console
 from pwfn.run import folder as runs
 from pwfn.run.checkpoint import Keeper, StoppedError, Store
 from pwfn.run.console import View
 from pwfn.run.folder import run
+from pwfn.run.lock import Lock
 from pwfn.run.scores import evaluate_file
 from pwfn.zoo import data
 from pwfn.zoo.models import digits_resnet
@@ -288,6 +290,29 @@ def test_a_second_ctrl_c_stops_at_once(whole: Path, tmp_path: Path, monkeypatch:
     assert_resumes(tmp_path, whole)
 
 
+def test_another_number_of_threads_is_told_when_a_run_resumes(tmp_path: Path) -> None:
+    """At once, and the record has both: that of the machine, and the warning."""
+    said: list[str] = []
+
+    class Listening(AfterFirstRound):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(StoppedError):
+            run(options(tmp_path), QUICK, AfterFirstRound(lambda: signal.raise_signal(signal.SIGINT)))
+        assert lines(tmp_path)[0]["threads"] == 2
+        torch.set_num_threads(1)
+        run(options(tmp_path, resume=True), QUICK, Listening(lambda: None))
+    finally:
+        torch.set_num_threads(before)
+    assert "2 threads" in " ".join(said)
+    assert record(tmp_path)["machine"]["threads"] == 1
+    assert any("2 threads" in sentence for sentence in record(tmp_path)["warnings"])
+
+
 # Killed
 
 
@@ -327,12 +352,83 @@ def test_killed_around_any_checkpoint_the_log_and_the_states_are_complete(
 def test_what_a_killed_run_left_half_written_is_removed_and_a_finished_run_resumes_to_the_same_end(
     whole: Path, tmp_path: Path
 ) -> None:
-    for name in (".model.pwfn.x.part", "checkpoints/.checkpoint-000002.pt.x.part", "states/.r.pwfn.x.part"):
+    for name in ("model.pwfn", "log.jsonl", "checkpoints/checkpoint-000002.pt", "states/round-01.pwfn"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"half")
+        with replacing(tmp_path / name) as half:
+            pass
+        (tmp_path / name).rename(half)  # as if the process had been killed before it was renamed
+    assert len(list(tmp_path.rglob(".*.part"))) == 4
     for _ in range(2):  # from the start, as there is no checkpoint; then from the end
         assert_resumes(tmp_path, whole)
         assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_run_removes_no_file_of_others(tmp_path: Path) -> None:
+    names = (".mine.part", ".model.pwfn.part", ".a.txt.abcdefgh.part", "photos/.model.pwfn.abcdefgh.part")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    run(options(tmp_path), QUICK)
+    assert all((tmp_path / name).read_text() == name for name in names)
+
+
+# Two runs in one folder
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_in_a_folder_is_refused_while_the_first_is_at_work(resume: bool, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def second() -> None:
+        for path in (tmp_path / "checkpoints").glob("*.pt"):  # as early in the first run as can be
+            path.unlink()
+        with pytest.raises(FileError) as caught:
+            run(options(tmp_path, resume=resume), QUICK)
+        said.append(str(caught.value))
+
+    first = run(options(tmp_path), QUICK, AfterFirstRound(second))
+    assert said[0].startswith(f"{tmp_path}: ")
+    assert f"process {os.getpid()} on " in said[0]
+    assert "\n" not in said[0]
+    assert load(tmp_path / "model.pwfn").values().equal(first.compressed.values())
+    run(options(tmp_path, resume=True), QUICK)  # the first has let go
+
+
+def test_a_killed_run_leaves_no_lock_even_if_a_child_of_it_lives_on(tmp_path: Path) -> None:
+    """Workers that read data are such children."""
+    program = (
+        "import os, sys, time; from pathlib import Path; from pwfn.run.lock import Lock\n"
+        "Lock(Path(sys.argv[1])).take(); child = os.fork()\n"
+        "if child: print(child, flush=True)\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(FileError, match=f"process {process.pid} on "):
+            Lock(tmp_path).take()
+        process.kill()
+        process.wait()
+        with Lock(tmp_path) as lock:
+            lock.take()
+        assert not list((tmp_path / "checkpoints").iterdir())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+def test_where_nothing_can_be_locked_a_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    run(options(tmp_path), QUICK)
+    assert any("cannot be locked" in line for line in caplog.messages)
 
 
 def killed_and_resumed(folder: Path, moments: list[float]) -> int:

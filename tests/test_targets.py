@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import CONFIG, STEPS, assert_same, cut_off, figures, newest, run
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from pwfn import ConfigError, Result, compress, evaluate, loads
 from pwfn.config import TargetConfig
@@ -108,9 +110,11 @@ def test_the_reason_has_the_figures() -> None:
 def test_what_was_not_scored_is_best_where_it_is_largest() -> None:
     """The largest file is nearest to the original; a loss without a metric is as good as one."""
     unscored = [dataclasses.replace(s, scores=None) for s in STATES]
-    assert choose(unscored, None, TargetConfig(bytes=6000)).round == 2
+    choice = choose(unscored, None, TargetConfig(bytes=6000))
+    assert (choice.round, "accurate" in choice.why) == (2, False)
     losses = [dataclasses.replace(s, scores=Scores(abs(s.round - 3), None, 9)) for s in STATES]
-    assert choose(losses, None, TargetConfig(bytes=6000)).round == 3
+    choice = choose(losses, None, TargetConfig(bytes=6000))
+    assert (choice.round, "accurate" in choice.why) == (3, False)
     losses[2] = dataclasses.replace(losses[2], scores=Scores(math.nan, None, 9))
     assert choose(losses, None, TargetConfig(bytes=6000)).round == 4  # of equals the smaller
 
@@ -349,6 +353,55 @@ def test_keeping_states_changes_no_round(kept: Result) -> None:
     assert figures(plain) == figures(kept)
 
 
+class Counting(Shuffled):
+    """Every pass is another epoch, counted by the loader itself."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes += 1
+        return super().epoch(self.passes)
+
+    epoch = None  # type: ignore[assignment]  # not by number
+
+
+def shuffling(kind: str) -> Iterable[Any]:
+    """A loader whose passes differ, and which one pass too many would change."""
+    if kind == "counting":
+        return Counting()
+    data, generator = Images(), torch.Generator().manual_seed(5)
+    if kind == "generator":
+        return DataLoader(data, 8, shuffle=True, generator=generator)
+    if kind == "batch sampler":
+        order = BatchSampler(RandomSampler(data, generator=generator), 8, drop_last=False)
+        return DataLoader(data, batch_sampler=order)
+    return DataLoader(data, 8, shuffle=True, num_workers=1, persistent_workers=True)
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Those of Shuffled, one by one."""
+
+    def __init__(self) -> None:
+        self.examples = [pair for x, y in Shuffled().batches for pair in zip(x, y, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        return self.examples[at]
+
+
+@pytest.mark.parametrize("kind", ["generator", "batch sampler", "counting", "persistent workers"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_keeping_states_changes_no_round_whatever_the_loader(kind: str, shared: bool) -> None:
+    """Also where one loader serves for training and for validation."""
+    found = []
+    for config in (CONFIG, TARGET):
+        loader = shuffling(kind)
+        found.append(figures(compress(network(), loader, loader if shared else Shuffled(), config)))
+    assert found[0] == found[1]
+
+
 def favouring(number: int, progress: Progress) -> Progress:
     """The progress of a run in which the state after this round is by far the most accurate."""
     states = [
@@ -372,6 +425,18 @@ def test_the_run_goes_back_to_the_state_that_is_kept(number: int, kept: Result) 
         assert torch.equal(result.compressed.values(), state.values())
         same = torch.equal(result.compressed.untouched["1.weight"], state.untouched["1.weight"])
         assert same == (config is plain)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_run_in_its_finish_chooses_again_for_another_target(number: int, kept: Result) -> None:
+    """Other states are better now than when it chose: what it finished belongs to another network."""
+    taken: list[Progress] = []
+    run(TARGET, keep=lambda progress, ends: taken.append(progress()))
+    assert taken[-1].choice is not None
+    result = run(TARGET, resume=favouring(number, taken[-1]))
+    assert result.choice is not None
+    assert result.choice.round == number
+    assert torch.equal(result.compressed.values(), loads(kept.states[number - 1].content).values())
 
 
 def test_a_target_that_none_meets_is_missed() -> None:

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
-from pwfn.bayes.batches import Source, batched, device_of
+from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
-from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded
+from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
 from pwfn.bayes.sigma import probe
-from pwfn.bayes.train import PhaseState, fit, steps_in
+from pwfn.bayes.train import PhaseState, fit, loss_scaler, steps_in
 from pwfn.config import Config, Precision, SchedulerName
 from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError
@@ -29,7 +30,7 @@ from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.evaluate.targets import State, check_target, choose, next_step
-from pwfn.evaluate.verdict import doubts, ruin, warn
+from pwfn.evaluate.verdict import doubts, other_threads, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps, loads
@@ -37,6 +38,7 @@ from pwfn.progress import Keep, Progress, Round, StepEvent, on_cpu
 from pwfn.result import Result
 
 POLISH_LEARNING_RATE = 1e-3
+Trained = Method | FixedNetwork
 
 
 def compress(
@@ -102,14 +104,14 @@ def compress(
         raise ConfigError(f"resume is a {type(resume).__name__}: allowed is a pwfn.progress.Progress")
     if distributed is None:
         distributed = distributed_for(device_of(model) if device is None else device)
+    run, start = None, resume or Progress()
     with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
-        run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill)
-        run.progress = resume or Progress()
-        run.keep, run.before_batch, run.on_step, run.record = keep, before_batch, on_step, dict(record or {})
         try:
+            run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill, start)
+            run.keep, run.before_batch, run.on_step, run.record = keep, before_batch, on_step, record or {}
             return run.whole(on_round)
         except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
-            error.progress = run.progress  # type: ignore[attr-defined]  # ours declare it, others can hold it
+            error.progress = run.progress if run else start  # type: ignore[attr-defined]  # others can hold it
             raise
 
 
@@ -119,6 +121,7 @@ class Run:
     keep: Keep | None = None
     before_batch: Callable[[], None] | None = None
     on_step: Callable[[StepEvent], None] | None = None
+    record: Mapping[str, Any] = {}  # facts that every file of this run keeps
 
     def __init__(
         self,
@@ -130,9 +133,9 @@ class Run:
         loss_fn: LossFn,
         metric: LossFn | None,
         distill: bool | LossFn,
+        progress: Progress = Progress(),  # noqa: B008  # a value: it never changes
     ) -> None:
-        self.config, self.distributed, self.progress = config, distributed, Progress()
-        self.record: dict[str, Any] = {}  # facts that every file of this run keeps
+        self.config, self.distributed, self.progress = config, distributed, progress
         self.net: Method = METHODS[config.method](model, config).to(distributed.device)
         self.searches = self.net.has_grid and config.target.wanted
         self.phases = phases(config)
@@ -143,6 +146,7 @@ class Run:
         self.val: Source | None = None
         if val_loader is not None:
             self.val = Source("val_loader", batched(val_loader), distributed.device, last)
+            self.val = self.val.apart() if val_loader is train_loader else self.val
             if config.method == "conditioned" and not distill:  # it needs no labels, so there may be none
                 distill = comparison(next(self.val.batches(), None), self.original)
         compare = divergence if distill is True else distill or None
@@ -154,6 +158,10 @@ class Run:
         distils = compare is None and config.training.distill
         self.objective = Objective(divergence, self.original) if distils else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
+        self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
+        self.scaler = loss_scaler(distributed.device, config.training)
+        if progress.scaler:
+            self.scaler.load_state_dict(progress.scaler)
         self.net.data = probe(self.net, self.train, self.scored, distributed)
         self.net.on_layer = lambda *at: self._at_layer(*at)  # a method would be copied with the network
 
@@ -163,6 +171,8 @@ class Run:
         if self.progress.network is None:
             self._start()
         self.progress.restore(self.net)
+        warnings = warn(other_threads(self.progress.threads, self.threads), self.distributed)
+        self.progress = replace(self.progress, warnings=self.progress.noted(warnings))
         self.batches = self.train.endless(self.progress.batches)
         if self.progress.random is not None:
             restore_random_states(self.progress.random[self.distributed.rank])
@@ -237,39 +247,36 @@ class Run:
         self._advance(
             rounds=(*self.progress.rounds, made),
             states=(*self.progress.states, *states),
-            warnings=tuple(dict.fromkeys((*self.progress.warnings, *warnings))),
+            warnings=self.progress.noted(warnings),
         )
 
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""
-        net = self.net.rounded()
-        dice = random_states()  # a loader that shuffles may draw from them
-        fixed = FixedNetwork(net, net.finish())
-        if self.config.finish.reestimate_epochs:
-            steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
-            where = f"the state after round {number}"
-            reestimate_batchnorm(fixed, self.train.endless(), steps, where, self.distributed)
-        if self.searches:  # nothing is trained after it: its bytes are those of the file
-            shrink_uncompressed(fixed.model, self.config.finish)
-        compressed = fixed.finish()
-        scores = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
-        restore_random_states(dice)
-        facts = {"method": self.config.method, "settings": self.config.to_dict(), "round": number}
-        whole = replace(compressed, record={**compressed.record, **facts, **self.record})
+        with undisturbed(self.train, self.val):  # loaders that shuffle draw from random states
+            net = self.net.rounded()
+            fixed = FixedNetwork(net, net.finish())
+            if self.config.finish.reestimate_epochs:
+                self._reestimate(fixed, self.train.apart().endless())
+            if self.searches:  # nothing is trained after it: its bytes are those of the file
+                shrink_uncompressed(fixed.model, self.config.finish)
+            compressed = fixed.finish()
+            model, val = compressed.apply_to(copy.deepcopy(self.original)), self.val and self.val.apart()
+            scores = self.scores(model, Precision.FP32, val)
+        whole = self._recorded(compressed, round=number)
         pool = Pool.of(compressed.values())
         content = self.distributed.first(lambda: dumps(whole))
         return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step)
 
     def _finish(self) -> Result:
         """Choose a state where there is a target, then what comes after the last fixing."""
-        progress, finish = self.progress, self.config.finish
-        choice = progress.choice
-        if self.config.target.wanted and choice is None:
-            choice = choose(progress.states, progress.before, self.config.target)
-        if choice is not None and choice.round < len(progress.rounds):
-            compressed = loads(next(s for s in progress.states if s.round == choice.round).content)
-        else:
-            compressed = self.net.finish()
+        progress, finish, target = self.progress, self.config.finish, self.config.target
+        choice = choose(progress.states, progress.before, target) if target.wanted else None
+        last = len(progress.rounds)
+        kept, finished = (last if made is None else made.round for made in (choice, progress.choice))
+        if kept != finished:  # what was done of the finish was for another target
+            self.progress = progress = replace(progress, uncompressed=None, finished=0, phase=None)
+        earlier = (loads(state.content) for state in progress.states if state.round == kept < last)
+        compressed = next(earlier, None) or self.net.finish()
         net = FixedNetwork(self.net, compressed)
         if progress.uncompressed is not None:
             net.model.load_state_dict(progress.uncompressed)
@@ -289,9 +296,9 @@ class Run:
                 self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
         return self._result(net.finish())
 
-    def _reestimate(self, net: FixedNetwork) -> None:
+    def _reestimate(self, net: FixedNetwork, batches: Stream | None = None) -> None:
         steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
-        reestimate_batchnorm(net, self.batches, steps, "BatchNorm re-estimation", self.distributed)
+        reestimate_batchnorm(net, batches or self.batches, steps, "BatchNorm re-estimation", self.distributed)
 
     @property
     def polish_steps(self) -> int:
@@ -310,22 +317,17 @@ class Run:
         progress = self.progress
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         summary = summarise(compressed.layout, compressed.values())
-        facts = {
-            "method": self.config.method,
-            "settings": self.config.to_dict(),
-            "before": progress.before.to_dict() if progress.before else None,
-            "after": after.to_dict() if after else None,
-        }
-        polished = self.config.finish.polish_epochs if self.polish_steps else 0.0
+        before, now = (scores.to_dict() if scores else None for scores in (progress.before, after))
+        steps = sum(done.steps for done in progress.rounds) + self.polish_steps
         return Result(
-            compressed=replace(compressed, record={**compressed.record, **facts, **self.record}),
+            compressed=self._recorded(compressed, before=before, after=now),
             summary=summary,
             rounds=progress.rounds,
             before=progress.before,
             fixed=progress.rounds[-1].scores,
             after=after,
             config=self.config,
-            epochs=sum(phase.epochs for phase in self.phases) + polished,
+            epochs=steps * self.config.training.accumulate / self.batches_per_epoch,
             seconds=progress.seconds,
             states=progress.states,
             choice=progress.choice,
@@ -333,14 +335,13 @@ class Run:
             _original=self.original,
         )
 
+    def _recorded(self, compressed: Compressed, **facts: object) -> Compressed:
+        """With what led to it in its record."""
+        made = {"method": self.config.method, "settings": self.config.to_dict(), **facts}
+        return replace(compressed, record={**compressed.record, **made, **self.record})
+
     def _fit(
-        self,
-        net: Method | FixedNetwork,
-        optimizer: torch.optim.Optimizer,
-        steps: int,
-        round_number: int,
-        where: str,
-        seed: int | None,
+        self, net: Trained, optimizer: Optimizer, steps: int, round_number: int, where: str, seed: int | None
     ) -> float:
         """One phase, from the beginning or from where the progress says that it was left."""
         training, plan = self.config.training, self.phase_steps()
@@ -348,12 +349,9 @@ class Run:
 
         def on_loss(step: int, loss: float, learning_rate: float) -> None:
             if self.on_step is not None:
-                self.on_step(
-                    StepEvent(
-                        *(where, round_number, len(self.phases), step, steps, step * share, steps * share),
-                        *(loss, learning_rate, (earlier + step) / sum(plan), self.batches.drawn),
-                    )
-                )
+                at = (where, round_number, len(self.phases), step, steps, step * share, steps * share)
+                done = (earlier + step) / sum(plan)
+                self.on_step(StepEvent(*at, loss, learning_rate, done, self.batches.drawn))
 
         def after_step(step: int, snapshot: Callable[[], PhaseState]) -> None:
             if self.keep is not None:
@@ -361,22 +359,19 @@ class Run:
 
         polish = isinstance(net, FixedNetwork)
         loss = fit(
-            net,
-            self.batches,
-            steps,
-            self.objective,
+            *(net, self.batches, steps, self.objective),
             replace(training, scheduler=SchedulerName.NONE) if polish else training,
             optimizer=optimizer,
             where=where,
             seed=seed,
             start=self.progress.phase,
+            scaler=self.scaler,
             after_step=after_step,
             on_loss=on_loss,
             distributed=self.distributed,
         )
         # As with DistributedDataParallel, the first process's statistics are used by all.
-        buffers = [buffer for buffer in net.model.buffers() if buffer.dtype != torch.bool]
-        self.distributed.copy_first_(buffers)
+        self.distributed.copy_first_([each for each in net.model.buffers() if each.dtype != torch.bool])
         return loss
 
     def _at_layer(self, layer: int, layers: int) -> None:
@@ -385,7 +380,7 @@ class Run:
         if self.on_step is not None and layer < layers:
             self.on_step(StepEvent.at_layer(layer, layers, len(self.progress.rounds) + 1))
 
-    def _in_phase(self, net: Method | FixedNetwork, phase: PhaseState) -> Progress:
+    def _in_phase(self, net: Trained, phase: PhaseState) -> Progress:
         """The progress in the middle of a phase."""
         polishing = isinstance(net, FixedNetwork)
         state = on_cpu(net.model.state_dict() if polishing else net.state_dict())
@@ -399,6 +394,8 @@ class Run:
         return replace(
             self.progress,
             batches=self.batches.drawn,
+            scaler=self.scaler.state_dict(),
+            threads=self.threads,
             random=self.distributed.gather(random_states()),
             seconds=time.perf_counter() - self._started,
             **changes,
@@ -412,14 +409,16 @@ class Run:
         """Steps of the optimiser in a number of epochs."""
         return steps_in(epochs / self.config.training.accumulate, self.batches_per_epoch)
 
-    def scores(self, model: nn.Module, precision: Precision | None = None) -> Scores | None:
+    def scores(
+        self, model: nn.Module, precision: Precision | None = None, val: Source | None = None
+    ) -> Scores | None:
         """Scores on the validation data, if there is any; in the precision of training unless given."""
-        if self.val is None:
+        val = val or self.val
+        if val is None:
             return None
-        # Processes may have different numbers of batches, so that they could not agree to stop here.
-        before_batch = self.before_batch if self.distributed.world == 1 else None
         return mean_scores(
-            *(model, self.val, self.scored, self.metric, precision or self.config.training.precision),
+            *(model, val, self.scored, self.metric, precision or self.config.training.precision),
             distributed=self.distributed,
-            before_batch=before_batch,
+            # Processes may have different numbers of batches, so that they could not agree to stop here.
+            before_batch=self.before_batch if self.distributed.world == 1 else None,
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,9 +98,11 @@ class Progress:
     batches: int = 0  # batches drawn from the training data
     random: list[dict[str, Any]] | None = None  # every random state of every process
     phase: PhaseState | None = None  # in the middle of a training phase
+    scaler: dict[str, Any] = field(default_factory=dict)  # of the loss, for fp16; empty otherwise
     seconds: float = 0.0  # of work so far, in all processes that resumed it
     start: Trace | None = None  # the network before any training
     warnings: tuple[str, ...] = ()  # what looked wrong before any training
+    threads: int = 0  # of torch, on a CPU; 0: not known
 
     def __repr__(self) -> str:
         step = f", step {self.phase.step}" if self.phase else ""
@@ -111,6 +113,10 @@ class Progress:
         """Every trace so far, in order."""
         start = [self.start] if self.start is not None else []
         return start + [trace for done in self.rounds for trace in done.traces]
+
+    def noted(self, sentences: Sequence[str]) -> tuple[str, ...]:
+        """The warnings so far and these, each once."""
+        return tuple(dict.fromkeys((*self.warnings, *sentences)))
 
     def gaussian_network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
         """The network after the last finished round, from the original model."""

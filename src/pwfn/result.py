@@ -33,7 +33,7 @@ class Result:
     fixed: Scores | None  # just after the last fixing
     after: Scores | None  # at the end, measured on the decoded weights
     config: Config
-    epochs: float  # of training, polish included
+    epochs: float  # of training, polish included: the steps that were taken
     seconds: float  # of work, in all processes that resumed it
     _original: nn.Module = field(repr=False)
     states: tuple[State, ...] = ()  # after each round, where there was a target

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, PwfnError, TooLargeError, cause
@@ -185,6 +187,10 @@ class Source:
         """Pass after pass without end, as if ``drawn`` batches had been taken already."""
         return Stream(self, drawn)
 
+    def apart(self) -> Source:
+        """The same data, read by iterators of its own: a pass over it leaves other passes alone."""
+        return replace(self, loader=_apart(self.loader))
+
     @property
     def has_epochs(self) -> bool:
         """Whether an epoch can start at any batch, as with :class:`pwfn.zoo.data.Epochs`."""
@@ -225,6 +231,20 @@ class Stream:
                 only_once = f"gave nothing in pass {epoch + 1}: it can be read only once"
                 why = "is empty" if epoch == 0 else only_once
                 raise DataError(f"{source.name} {why}; pass a loader that can be iterated repeatedly")
+
+
+def _apart(loader: Any) -> Any:
+    """A shallow copy; workers that persist serve one pass at a time, so that a DataLoader gets its own."""
+    try:
+        other = copy.copy(loader)
+    except TypeError:  # a generator, say, which gives one pass only
+        return loader
+    for name, value in list(getattr(other, "__dict__", {}).items()):
+        if isinstance(value, DataLoader):
+            other.__dict__[name] = _apart(value)
+    if isinstance(other, DataLoader):
+        other._iterator = None
+    return other
 
 
 def batched(loader: Iterable[Any]) -> Iterable[Any]:

@@ -37,6 +37,7 @@ class PhaseState:
     totals: list[float]  # sum of their losses, in each process
     optimizer: dict[str, Any]
     scaler: dict[str, Any]  # of the loss, for fp16; empty otherwise
+    kind: str = ""  # class of the optimiser, where known
 
 
 AfterStep = Callable[[int, Callable[[], PhaseState]], None]
@@ -57,6 +58,7 @@ def fit(
     where: str,
     seed: int | None = None,
     start: PhaseState | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     after_step: AfterStep | None = None,
     on_loss: OnLoss | None = None,
     distributed: Distributed | None = None,
@@ -64,9 +66,10 @@ def fit(
     """Train for a number of steps and return the mean task loss.
 
     A step averages the gradients of ``config.accumulate`` batches, and of all processes. With ``start`` it
-    resumes where that snapshot was taken, with the learning rates of this optimiser. The gradient's norm
-    is clipped before the regulariser's gradient is added: the regulariser's own norm is
-    ``alpha * sqrt(N)``, and clipping the sum would shrink every step.
+    resumes where that snapshot was taken, with the learning rates and weight decay of this optimiser. A
+    ``scaler`` takes the scale of fp16 losses from one phase to the next. The gradient's norm is clipped
+    before the regulariser's gradient is added: the regulariser's own norm is ``alpha * sqrt(N)``, and
+    clipping the sum would shrink every step.
 
     The noise of a torch optimiser's steps is a function of ``seed`` and the number of the batch, or
     torch's own random state without a seed. A flat optimiser has its own seed and, with the same one,
@@ -74,7 +77,8 @@ def fit(
     """
     net.train()
     distributed = distributed or Distributed(net.device)
-    stepper = _Stepper(net, objective, config, optimizer, distributed, seed)
+    scaler = scaler or loss_scaler(net.device, config)
+    stepper = _Stepper(net, objective, config, optimizer, distributed, seed, scaler)
     log = _LossLog(net.device, steps, where)
     first = 0 if start is None else start.step
     if start is not None:
@@ -88,7 +92,8 @@ def fit(
             step + 1,
             distributed.gather(float(log.total)),
             copy.deepcopy(optimizer.state_dict()),
-            stepper.scaler.state_dict(),
+            scaler.state_dict(),
+            type(optimizer).__name__,
         )
 
     for step in range(first, steps):
@@ -101,6 +106,11 @@ def fit(
         if scheduler is not None and step + 1 < steps:
             scheduler.step()
     return float(distributed.total(log.total)) / distributed.world / max(steps, 1)
+
+
+def loss_scaler(device: torch.device, config: TrainingConfig) -> torch.amp.GradScaler:
+    """An adaptive scale of the loss for fp16, where much of a gradient lies below 2^-24; else none."""
+    return torch.amp.GradScaler(device.type, enabled=config.precision is Precision.FP16)
 
 
 def _scheduler(
@@ -125,12 +135,12 @@ class _Stepper:
         optimizer: torch.optim.Optimizer,
         distributed: Distributed,
         seed: int | None,
+        scaler: torch.amp.GradScaler,
     ) -> None:
-        self.net, self.objective, self.config = net, objective, config
+        self.net, self.objective, self.config, self.scaler = net, objective, config, scaler
         self.optimizer, self.distributed, self.seed = optimizer, distributed, seed
         self.flat = optimizer if isinstance(optimizer, (FlatSGD, FlatAdamW)) else None
-        scaled = config.precision is Precision.FP16
-        alone = distributed.world == 1 and config.accumulate == 1 and not scaled
+        alone = distributed.world == 1 and config.accumulate == 1 and not scaler.is_enabled()
         if self.flat is not None and not alone:
             # Sigma's gradient is g * eps: that of several draws is not the gradient of their mean.
             raise ConfigError("a flat optimiser takes one batch of one process, in fp32 or bf16")
@@ -141,8 +151,6 @@ class _Stepper:
             else [p for group in optimizer.param_groups for p in group["params"]]
         )
         self.trained = trained
-        # Unscaled, much of a gradient in fp16 lies below 2^-24, where it would vanish.
-        self.scaler = torch.amp.GradScaler(net.device.type, enabled=scaled)
         # A penalty concerns the network's own parameters: none where only others are trained, as in polish.
         own = {id(p) for p in net.parameters(recurse=False)}
         self._has_penalty = self.flat is None and any(id(p) in own for p in trained)
@@ -152,13 +160,20 @@ class _Stepper:
             self._graph = GraphedStep(trained, self._gradients, collect)
 
     def restore(self, start: PhaseState) -> None:
-        """Momenta and loss scale of a snapshot; learning rates are those of the settings."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        """Momenta and loss scale of a snapshot; what the settings say of the optimiser is theirs."""
+        if start.kind not in ("", kind := type(self.optimizer).__name__):
+            raise ConfigError(
+                f"the phase stopped after step {start.step} of {start.kind}, and {kind} cannot use that "
+                "state: keep training.optimizer, accumulate and precision, or resume from the end of a round"
+            )
+        groups = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         # A copy: torch would go on with the snapshot's own tensors, and change them.
         self.optimizer.load_state_dict(copy.deepcopy(start.optimizer))
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        for group, (rate, decay) in zip(self.optimizer.param_groups, groups, strict=True):
             group["lr"] = group["initial_lr"] = rate
-        self.scaler.load_state_dict(start.scaler)
+            group["weight_decay"] = decay
+        if start.scaler:  # none where the phase began in another precision
+            self.scaler.load_state_dict(start.scaler)
         self.done = start.step
 
     def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,8 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
         chosen, rank = min(near, key=_loss), "the smallest"
         if not by_size:
             chosen = min(fitting, key=lambda s: (0.0 if s.step is None else s.step, *_loss(s)))
-            rank = "the largest" if chosen.scores is None else "the most accurate"
+            measured = chosen.scores is not None and chosen.scores.metric is not None
+            rank = "the most accurate" if measured else "the best by loss" if chosen.scores else "the largest"
             rank = rank if chosen.step is None else "the smallest step"
         of = f"{rank} of {len(fitting)} that meet the target ({_wanted(target)})"
         if len(fitting) == 1:

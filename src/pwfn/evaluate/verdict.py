@@ -32,6 +32,22 @@ def doubts(before: Scores | None, steps: Sequence[int]) -> tuple[str, ...]:
     return tuple(sentence for sentence in found if sentence is not None)
 
 
+def other_threads(before: int, now: int) -> tuple[str, ...]:
+    """What a run that resumes must know if torch has another number of threads; 0: not known.
+
+    Sums, and gradients of convolutions, are added up by threads: another number rounds differently.
+
+    >>> other_threads(2, 2)
+    ()
+    """
+    if before == now or not (before and now):
+        return ()
+    return (
+        f"the run had {before} threads and resumes with {now}: it may end in other bytes than without the "
+        f"stop; for the same ones resume with OMP_NUM_THREADS={before}",
+    )
+
+
 def ruin(before: Scores | None, after: Scores | None) -> tuple[str, ...]:
     """Why the result is useless, in one sentence; empty if it is not, or if nothing was measured.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,17 +61,22 @@ def replacing(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def clear_leftovers(folder: str | Path) -> None:
-    """Remove the temporary files of a process that was killed while it wrote, at any depth.
+def clear_leftovers(folder: str | Path, names: Iterable[str]) -> None:
+    """Remove what :func:`replacing` left for these names when its process was killed, and nothing else.
+
+    A name is relative to the folder; its last part may be a pattern.
 
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = (Path(folder) / ".a.txt.x1.part").write_text("ha")
-    ...     clear_leftovers(folder)
-    ...     list(Path(folder).iterdir())
-    []
+    ...     for name in (".a.txt.x1y2z3_4.part", ".b.txt.x1y2z3_4.part", ".a.txt.part"):
+    ...         _ = (Path(folder) / name).write_text("ha")
+    ...     clear_leftovers(folder, ["a.txt"])
+    ...     sorted(os.listdir(folder))
+    ['.a.txt.part', '.b.txt.x1y2z3_4.part']
     """
-    for path in Path(folder).rglob(".*.part"):
-        path.unlink(missing_ok=True)
+    for name in names:
+        path = Path(folder) / name
+        for leftover in path.parent.glob(f".{path.name}.{'[a-z0-9_]' * 8}.part"):  # as mkstemp names them
+            leftover.unlink(missing_ok=True)
 
 
 def _mode_of(target: Path, path: Path) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 import torch
 
 from pwfn.bayes.distributed import Distributed
+from pwfn.config import Config
 from pwfn.errors import FileError, PwfnError
 from pwfn.file.storage import make_folder, replacing
 from pwfn.progress import Progress
@@ -61,7 +62,8 @@ class Store:
             found = _read(path)
             if found is None:
                 continue
-            different = list(_differences(found["identity"], self.identity))
+            usual = {"settings": Config().to_dict()}
+            different = list(_differences(found["identity"], self.identity, usual))
             if different:
                 raise FileError(
                     f"{path}: belongs to another run, whose {'; '.join(different[:5])}: use another folder, "
@@ -93,11 +95,16 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _differences(theirs: Any, ours: Any, where: str = "") -> Iterator[str]:
-    """What differs between two nested mappings, as text."""
+def _differences(theirs: Any, ours: Any, usual: Any, where: str = "") -> Iterator[str]:
+    """What differs between two nested mappings, as text; what only ours has was as usual in theirs.
+
+    A checkpoint of an earlier version does not name a setting that is new: the run had its default.
+    """
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in sorted(theirs.keys() | ours.keys()):
-            yield from _differences(theirs.get(key), ours.get(key), f"{where}.{key}" if where else str(key))
+            default = usual.get(key) if isinstance(usual, Mapping) else None
+            found = theirs.get(key, default), ours.get(key), default
+            yield from _differences(*found, f"{where}.{key}" if where else str(key))
     elif theirs != ours:
         yield f"{where} is {theirs!r}, not {ours!r}"
 

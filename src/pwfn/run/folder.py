@@ -38,6 +38,7 @@ from pwfn.progress import Progress, StepEvent
 from pwfn.result import Result
 from pwfn.run.checkpoint import Keeper, Store
 from pwfn.run.console import View, state_lines
+from pwfn.run.lock import Lock
 from pwfn.run.options import RunOptions
 from pwfn.run.resolve import Resolved, resolve
 from pwfn.run.scores import check_same
@@ -46,6 +47,13 @@ from pwfn.version import __version__
 
 _ASKED = ("data", "eval_data", "weights", "classes", "holdout", "limit", "test_batch_size", "posterior")
 """Options that the record keeps by name, so that the command can be repeated; the identity has contents."""
+
+
+_WRITTEN = (
+    *("config.toml", "log.jsonl", "trace.jsonl", "record.json", "model.pwfn", "weights.safetensors"),
+    *("checkpoints/checkpoint-*.pt", "states/round-*.pwfn"),
+)
+"""All files that a run, or the demo, writes in its folder."""
 
 
 def run(
@@ -57,17 +65,18 @@ def run(
     """
     _check(options.posterior, config)
     distributed = distributed or distributed_for(options.device)
-    distributed.first(lambda: prepare(options.out, options.resume))
-    found = resolve(options, config, distributed)
-    store = Store(options.out / "checkpoints", found.identity)
-    distributed.first(lambda: clear_leftovers(options.out))
-    progress = store.newest() if options.resume else None
-    if options.resume and progress is None and store.paths():
-        raise FileError(
-            f"{store.folder}: every checkpoint is damaged: remove them to start again, or use another folder"
-        )
-    distributed.largest([0])  # a barrier: nobody writes before all have read
     with ExitStack() as stack:
+        lock = stack.enter_context(Lock(options.out))
+        distributed.first(lambda: _enter(options, lock))
+        found = resolve(options, config, distributed)
+        store = Store(options.out / "checkpoints", found.identity)
+        progress = store.newest() if options.resume else None
+        if options.resume and progress is None and store.paths():
+            raise FileError(
+                f"{store.folder}: every checkpoint is damaged: remove them to start again, or use another "
+                "folder"
+            )
+        distributed.largest([0])  # a barrier: nobody writes before all have read
         views = [] if view is None or not distributed.leads else [stack.enter_context(view)]
         if options.tensorboard and distributed.leads:
             curves = TensorBoard(options.out / "tensorboard", _steps_done(progress))
@@ -93,6 +102,14 @@ def run(
         result = replace(result, saved_bytes=distributed.first(lambda: _save(result, options)))
         journal.end(result, found)
     return result
+
+
+def _enter(options: RunOptions, lock: Lock) -> None:
+    """Make the folder this run's own, and remove what a killed run left half written."""
+    prepare(options.out, options.resume)
+    lock.take()
+    prepare(options.out, options.resume)  # again: a run may have ended there in between
+    clear_leftovers(options.out, _WRITTEN)
 
 
 def prepare(folder: Path, resume: bool = False) -> None:
@@ -153,7 +170,7 @@ class _Journal(logging.Handler):
         self._options, self._folder = options, options.out
         self._views, self._store, self._distributed = views, store, distributed
         self._events: list[StepEvent] = []  # since the last line of an epoch
-        self._rounds = len(progress.rounds) if progress else 0
+        self._first = self._rounds = len(progress.rounds) if progress else 0
         self._log = _Log(self._folder / "log.jsonl") if distributed.leads else None
 
     def __enter__(self) -> Self:
@@ -190,8 +207,8 @@ class _Journal(logging.Handler):
             self._events = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a warning before the first round; what is found at the end is printed with the result."""
-        if self._rounds == 0:
+        """Show a warning before the first round is done; those of the end are printed with the result."""
+        if self._rounds == self._first:
             for view in self._views:
                 for line in textwrap.wrap(f"WARNING: {record.getMessage()}", 76):
                     view.say(line)
@@ -280,6 +297,7 @@ def _machine(distributed: Distributed) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(distributed.device) if is_cuda else processor,
         "processes": distributed.world,
+        "threads": torch.get_num_threads(),
         "versions": {"pwfn": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 

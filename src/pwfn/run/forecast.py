@@ -6,8 +6,10 @@ import copy
 import resource
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +25,7 @@ from pwfn.bayes.train import fit, steps_in
 from pwfn.compress import Run
 from pwfn.config import Config
 from pwfn.evaluate.entropy import Pool
+from pwfn.evaluate.targets import MAX_TRIES
 from pwfn.evaluate.verdict import doubts
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
@@ -33,6 +36,7 @@ from pwfn.run.resolve import resolve
 _ENOUGH_SECONDS = 3.0  # of timed steps
 _SLOW_SECONDS = 30.0  # the first step, which includes warm-up, is used only if it takes this long
 _MOST_STEPS = 10
+_SILENT_SECONDS = 20.0  # after so long it says that it is still at work
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Forecast:
     scoring_seconds: float  # of all test data, once
     total_seconds: float
     steps: int  # of the whole run
+    tries: int  # networks that a target asks for at most, where it decides the step; else 1
+    try_seconds: float  # of the fixing of each but the first
     memory_bytes: int  # peak: of the device, or of the process on a CPU
     device_bytes: int | None  # of the device in total
     file_bytes: int
@@ -61,7 +67,8 @@ class Forecast:
             memory += f" of the device's {self.device_bytes / 2**30:.1f} GiB"
         return (
             f"memory: {memory} at the peak\n"
-            f"time: {duration(self.total_seconds)} in total, {self.step_seconds:.3g} s per step "
+            f"time: {'up to ' if self.tries > 1 else ''}{duration(self.total_seconds)} in total, "
+            f"{self.step_seconds:.3g} s per step "
             f"({self.steps:,} steps), {duration(self.epoch_seconds)} per epoch, "
             f"{duration(self.scoring_seconds)} per scoring, {duration(self.fixing_seconds)} per fixing\n"
             f"file: about {self.file_bytes:,} bytes, {self.entropy_bits:.2f} bits per weight, "
@@ -85,10 +92,10 @@ def forecast(
     distributed = distributed or distributed_for(options.device)
     if distributed.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(distributed.device)
-    say = say if distributed.leads else lambda line: None
-    say("dry run: opening the network and the data")
-    found = resolve(options, config, distributed)
-    with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
+    seed = rank_seed(config.seed, distributed.rank)
+    with _heard(say if distributed.leads else lambda line: None) as say, seeded(seed, distributed.device):
+        say("dry run: opening the network and the data")
+        found = resolve(options, config, distributed)
         run = Run(
             *(found.model, found.data.train, found.data.test, config, distributed),
             *(F.cross_entropy, None, not found.labelled),
@@ -111,7 +118,10 @@ def forecast(
         for number, phase in enumerate(run.phases, 1):
             say(f"dry run: fixing {number} of {len(run.phases)}")
             fixings.append(_seconds(partial(net.fix, phase.fraction)))
-        fixing_seconds = max(fixings)
+        tries, try_seconds = MAX_TRIES if run.searches else 1, 0.0
+        if run.searches:  # the first fixing has found a step; each further one has its own
+            say("dry run: fixing at one more step, as the search for the target does")
+            try_seconds = _seconds(partial(net.fix, 1.0))
         memory = max(memory, _peak_bytes(distributed.device)) if net.has_grid else memory
         say("dry run: the size of the file")
         fixed = FixedNetwork(net, net.finish())
@@ -119,26 +129,55 @@ def forecast(
         compressed = fixed.finish()
     pool = Pool.of(compressed.values())
     rounds, steps, polish = len(run.phases), sum(run.phase_steps()), run.polish_steps > 0
-    states = rounds if config.target.wanted else 0  # each is fixed, re-estimated and scored like the end
+    # Each state is fixed, re-estimated and scored like the end; a try is its own state.
+    states = tries if run.searches else rounds if config.target.wanted else 0
+    fixings_of_states = (tries - 1) * try_seconds if run.searches else states * max(fixings)
+    scorings = 2 + states + (0 if run.searches else rounds)
     # A forward pass takes about a third of the time of a step, which goes forward and back.
     passes = (1 + polish + states) * steps_in(config.finish.reestimate_epochs, run.batches_per_epoch)
     batch_seconds = step_seconds / config.training.accumulate
     return Forecast(
         step_seconds=step_seconds,
         epoch_seconds=batch_seconds * run.batches_per_epoch,
-        fixing_seconds=fixing_seconds,
+        fixing_seconds=max(fixings),
         scoring_seconds=scoring_seconds,
         total_seconds=steps * step_seconds
         + passes * batch_seconds / 3
-        + (rounds + states) * fixing_seconds
-        + (rounds + states + 2) * scoring_seconds,
+        + rounds * max(fixings)
+        + fixings_of_states
+        + scorings * scoring_seconds,
         steps=steps,
+        tries=tries,
+        try_seconds=try_seconds,
         memory_bytes=memory,
         device_bytes=_device_bytes(distributed.device),
         file_bytes=len(dumps(compressed)),
         entropy_bits=pool.entropy_bits,
         unique=pool.unique,
     )
+
+
+@contextmanager
+def _heard(say: Callable[[str], object]) -> Iterator[Callable[[str], object]]:
+    """Yields a function that says a line, and says it again with the time as long as the work goes on."""
+    last, since, done = "", time.monotonic(), threading.Event()
+
+    def tell(line: str) -> None:
+        nonlocal last, since
+        last, since = line, time.monotonic()
+        say(line)
+
+    def repeat() -> None:
+        while not done.wait(_SILENT_SECONDS):
+            say(f"{last}: {duration(time.monotonic() - since)} so far")
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        done.set()
+        thread.join()
 
 
 def _step_seconds(run: Run) -> float:

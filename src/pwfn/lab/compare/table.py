@@ -220,7 +220,7 @@ def cells(line: Line) -> list[str]:
         shown("unique", ",.0f"),
         shown("file_bytes", ",.0f"),
         times,
-        shown("epochs", "g"),
+        shown("epochs", ".4g"),
         str(len(line.seeds)),
     ]
 
