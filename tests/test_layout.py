@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pwfn import Config, GaussianNetwork, Layout, LayoutError
+from pwfn import Config, GaussianNetwork, Layout, LayoutError, compress
 from pwfn.layout import Attention, Kind, untouched
 from pwfn.zoo.models import digits_resnet, timm_model
 
@@ -334,6 +334,23 @@ def test_other_layers_are_left_out_unless_included() -> None:
     assert with_lstm.layout.size == sum(p.numel() for p in model.parameters())
     assert torch.equal(with_lstm(x), model(x))
     assert_every_weight_counts(with_lstm, x)
+
+
+@pytest.mark.parametrize("preset", ["recommended", "paper", "quick"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_compressed_by_a_whole_run(kind: type[nn.RNNBase], preset: str) -> None:
+    """A recurrent layer keeps a list of its weights, which must be those of each pass."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    model.recurrent = kind(4, 6, 2, bidirectional=True)
+    model.head = nn.Linear(12, 2)
+    data = [(torch.randn(8, 5, 4), torch.randn(8, 5, 2)) for _ in range(3)]
+    changes = {"layout.include": ["type:RNNBase"], "posterior.init": "rms"}
+    config = Config.preset(preset).override(changes)
+    result = compress(model, data, data, config, nn.functional.mse_loss)
+    names = {entry.name for entry in result.compressed.layout.entries}
+    assert names == set(dict(model.named_parameters()))
+    assert result.after.loss == result.fixed.loss  # of the network while it is compressed, and of the file
 
 
 def test_reparametrised_weight_is_left_out_and_says_so() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -74,6 +76,10 @@ class WeightNetwork(nn.Module):
         any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
         return bool(getattr(self.model, "accepts_loss_kwargs", any_keyword))
 
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        """That of a transformers model: its Trainer calls it for ``gradient_checkpointing=True``."""
+        self.model.gradient_checkpointing_enable(**kwargs)
+
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
@@ -87,8 +93,16 @@ class WeightNetwork(nn.Module):
         # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
             found = self.weights()
-        weights = {place.name: found[place.name] for place in self._places}
-        return functional_call(self.model, weights, args, kwargs, tie_weights=False)
+        if torch.compiler.is_compiling():
+            weights = {place.name: found[place.name] for place in self._places}
+            return functional_call(self.model, weights, args, kwargs, tie_weights=False)
+        pieces = [found[entry.name] for entry in self.layout.entries]
+        again = _Again(pieces) if torch.is_grad_enabled() else None
+        with self._holding(pieces if again is None else again.joined):
+            output = self.model(*args, **kwargs)
+        if again is not None:
+            self._ready_backward(output, again)
+        return output
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -96,15 +110,112 @@ class WeightNetwork(nn.Module):
 
         For an optimiser that draws the weights itself (:mod:`pwfn.bayes.optimizer`).
         """
-        try:
-            for place in self._places:
-                place.owner._parameters[place.leaf] = weights[place.entry]
+        with self._holding(weights):
             self._is_placed = True
+            try:
+                yield
+            finally:
+                self._is_placed = False
+
+    @contextmanager
+    def _holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        try:
+            self._hold(weights)
             yield
         finally:
-            self._is_placed = False
-            for place in self._places:
-                place.owner._parameters[place.leaf] = None
+            self._hold(None)
+
+    def _hold(self, weights: Sequence[Tensor] | None) -> None:
+        """Put these weights in their places, or none."""
+        recurrent: list[nn.RNNBase] = []
+        for place in self._places:
+            place.owner._parameters[place.leaf] = None if weights is None else weights[place.entry]  # type: ignore[assignment]  # torch's own functional_call does it
+            if isinstance(place.owner, nn.RNNBase):
+                recurrent.append(place.owner)
+        for layer in recurrent:  # they keep a list of their own, and weak references to see whether it is old
+            layer._flat_weights = [getattr(layer, name) for name in layer._flat_weights_names]
+            layer._flat_weight_refs = [w if w is None else weakref.ref(w) for w in layer._flat_weights]
+
+    def _ready_backward(self, output: Any, again: _Again) -> None:
+        """Have backward find the weights of this pass: gradient checkpointing computes parts of it again."""
+
+        def begin(gradients: object) -> None:
+            self._hold(again.leaves)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            self._hold(None)
+            again.pass_on()
+
+        for node in {tensor.grad_fn for tensor in _tensors(output)}:
+            if node is not None:
+                node.register_prehook(begin)
+
+
+class _Again:
+    """The weights of one pass, for the parts of it that backward computes again.
+
+    Those parts use leaves: a re-entrant checkpoint runs a backward pass of its own, which would go through
+    the graph of the weights once for every part. Their gradients are added where the pass's own arrive.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._inner = [w for w in weights if w.requires_grad and not w.is_leaf]
+        joined = dict(zip(map(id, self._inner), _Join.apply(self, *self._inner), strict=True))  # type: ignore[no-untyped-call]
+        leaves = {id(w): w.detach().requires_grad_() for w in self._inner}
+        self.joined = [joined.get(id(w), w) for w in weights]
+        self.leaves = [leaves.get(id(w), w) for w in weights]
+        self._own = [leaves[id(w)] for w in self._inner]
+
+    def taken(self) -> list[Tensor | None]:
+        """The gradients of the leaves, which forget them."""
+        gradients = [leaf.grad for leaf in self._own]
+        for leaf in self._own:
+            leaf.grad = None
+        return gradients
+
+    def pass_on(self) -> None:
+        """Where the pass's own backward did not come to the weights, take the leaves' gradients there."""
+        found = [(w, g) for w, g in zip(self._inner, self.taken(), strict=True) if g is not None]
+        if found:
+            torch.autograd.backward([w for w, _ in found], [g for _, g in found])
+
+
+class _Join(torch.autograd.Function):
+    """The weights as they are; backward adds the gradients of the leaves.
+
+    It is older than every node of the model, so that autograd comes to it after all of them.
+    """
+
+    @staticmethod
+    def forward(again: _Again, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The same tensors."""
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        """Keep where the leaves are."""
+        ctx.again = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Their gradients, from the pass itself and from what was computed again."""
+        pairs = zip(gradients, ctx.again.taken(), strict=True)
+        return None, *(g if more is None else more if g is None else g + more for g, more in pairs)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors of a model's output, which may be a structure of them."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
+        output = vars(output)
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    for item in output if isinstance(output, (tuple, list)) else ():
+        yield from _tensors(item)
 
 
 def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
