@@ -1,4 +1,4 @@
-"""Gradient checkpointing inside a model: backward computes parts of the forward pass again, with its weights."""
+"""Gradient checkpointing inside a model: backward computes parts of a pass again, with its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(4)]
 
 
 class Checkpointed(nn.Module):
-    """Two blocks that backward computes again, where ``how`` is set; norms and dropout in and between them."""
+    """Two blocks that backward computes again, where ``how`` is set; norms and dropout."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def gradients(net: GaussianNetwork, passes: int) -> list[Tensor]:
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("how", HOWS)
 def test_gradients_are_those_without_it(how: str, passes: int, exclude: list[str]) -> None:
-    """Also where every compressed weight is in a block, and where one backward has several passes behind it."""
+    """Also where every compressed weight is in a block, and where one backward is of several passes."""
     config = Config().override({"layout.exclude": exclude, "training.sigma_learning_rate": 0.1})
     plain, net = (GaussianNetwork(Checkpointed(each), config).train() for each in ("", how))
     for found, wanted in zip(gradients(net, passes), gradients(plain, passes), strict=True):

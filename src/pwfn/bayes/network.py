@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ class WeightNetwork(nn.Module):
     """A copy of a model without its compressed weights, which :meth:`weights` provides for each pass.
 
     The model given is not changed. The copy's other parameters (BatchNorm, tokens, …) are trained along.
+    Several threads may call it in evaluation mode; their passes run one after the other.
     """
 
     graph_safe: ClassVar[bool] = True  # a plain step runs the same kernels each time, as a CUDA graph needs
@@ -42,6 +44,7 @@ class WeightNetwork(nn.Module):
         """Find where the weights belong in the model's copy; its layers keep their own modes."""
         self._places = _places(self.model, self.layout)
         self._is_placed = False
+        self._turn = _Turn()
         self.training = training
 
     @classmethod
@@ -78,7 +81,8 @@ class WeightNetwork(nn.Module):
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """That of a transformers model: its Trainer calls it for ``gradient_checkpointing=True``."""
-        self.model.gradient_checkpointing_enable(**kwargs)
+        model: Any = self.model
+        model.gradient_checkpointing_enable(**kwargs)
 
     @property
     def device(self) -> torch.device:
@@ -119,11 +123,12 @@ class WeightNetwork(nn.Module):
 
     @contextmanager
     def _holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        try:
-            self._hold(weights)
-            yield
-        finally:
-            self._hold(None)
+        with self._turn.lock:
+            try:
+                self._hold(weights)
+                yield
+            finally:
+                self._hold(None)
 
     def _hold(self, weights: Sequence[Tensor] | None) -> None:
         """Put these weights in their places, or none."""
@@ -150,6 +155,16 @@ class WeightNetwork(nn.Module):
         for node in {tensor.grad_fn for tensor in _tensors(output)}:
             if node is not None:
                 node.register_prehook(begin)
+
+
+class _Turn:
+    """One pass at a time: the weights are in the model itself meanwhile. A copy has a lock of its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[_Turn], tuple[()]]:
+        return _Turn, ()
 
 
 class _Again:
