@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -645,3 +646,38 @@ def test_heads_of_projections() -> None:
     assert [entry.attention for entry in pair.entries] == [None, None]
     fused = Layout.of(Projections({"c_attn": 36}, num_heads=2))
     assert fused.entries[0].attention == Attention(("q", "k", "v"), 2, 0)
+
+
+class Elsewhere(nn.Module):
+    """Uses a weight that its modules have, but not by way of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        if how == "function":
+            self.weight_of = lambda: self.first.weight
+        else:
+            kept: Any = {"list": [self.first.weight], "dictionary": {0: self.first.weight}}[how]
+            self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.kept[0] if hasattr(self, "kept") else self.weight_of()
+        return self.second(self.first(x)) + weight.norm()
+
+
+@pytest.mark.parametrize("preset", ["recommended", "paper"])
+@pytest.mark.parametrize("how", ["list", "dictionary", "function"])
+def test_a_weight_that_a_model_also_has_elsewhere_is_refused_by_name(how: str, preset: str) -> None:
+    """It would not be that of the pass, and the network another function."""
+    data = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(3)]
+    with pytest.raises(LayoutError, match=r"first\.weight"):
+        compress(Elsewhere(how), data, config=Config.preset(preset))
+
+
+def test_a_weight_that_is_only_kept_elsewhere_does_no_harm() -> None:
+    model = Elsewhere("list")
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(GaussianNetwork(model))))
+    assert torch.equal(copied.mu, GaussianNetwork(model).mu)
+    excluded = GaussianNetwork(model, Config().override({"layout.exclude": ["first.weight"]})).eval()
+    x = torch.randn(2, 4)
+    assert torch.equal(excluded(x), model.eval()(x))

@@ -354,7 +354,7 @@ def test_attention_with_several_indexed_weights_can_be_pickled(sizes: dict[str, 
     for model in (small, pickle.loads(pickle.dumps(small)), pickle.loads(pickle.dumps(copy.deepcopy(small)))):
         torch.testing.assert_close(model(x), dense(x))
         assert isinstance(model.attention, nn.MultiheadAttention)
-        assert not any("in_proj" in name for name, _ in model.named_parameters())
+        assert not any("proj_weight" in name for name, _ in model.named_parameters())
 
 
 def test_autocast_works_as_for_dense_layers() -> None:

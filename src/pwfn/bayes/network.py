@@ -39,12 +39,14 @@ class WeightNetwork(nn.Module):
         check_finite(self.layout.gather(model), self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
         self._place(model.training)
+        self._given = _Given(model)
 
     def _place(self, training: bool) -> None:
         """Find where the weights belong in the model's copy; its layers keep their own modes."""
         self._places = _places(self.model, self.layout)
         self._is_placed = False
         self._turn = _Turn()
+        self._given = _Given()
         self.training = training
 
     @classmethod
@@ -92,7 +94,9 @@ class WeightNetwork(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with :meth:`weights`."""
         if self._is_placed:
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
+            self._check_own(output)
+            return output
         # With gradients enabled even where the caller disabled them: torch chooses between matrix
         # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
@@ -105,8 +109,24 @@ class WeightNetwork(nn.Module):
         with self._holding(pieces if again is None else again.joined):
             output = self.model(*args, **kwargs)
         if again is not None:
+            self._check_own(output)
             self._ready_backward(output, again)
         return output
+
+    def _check_own(self, output: Any) -> None:
+        """Refuse a model whose copy uses parameters of the model given, once.
+
+        A function inside the model that refers to it is not copied.
+        """
+        if torch.compiler.is_compiling() or not self._given.parameters:
+            return
+        given, self._given = self._given.names(), _Given()
+        found = next((given[id(p)] for p in _trained(output) if id(p) in given), None)
+        if found is not None:
+            raise LayoutError(
+                f"a copy of the model still uses {found} of the original, from a function that refers to it: "
+                "make that function a method of the module"
+            )
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -165,6 +185,21 @@ class _Turn:
 
     def __reduce__(self) -> tuple[type[_Turn], tuple[()]]:
         return _Turn, ()
+
+
+class _Given:
+    """The parameters of the model given, as long as it exists, until a pass has shown that none is used."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        parameters = model.named_parameters() if model is not None else ()
+        self.parameters = [(weakref.ref(parameter), name) for name, parameter in parameters]
+
+    def names(self) -> dict[int, str]:
+        """By identity."""
+        return {id(p): name for reference, name in self.parameters if (p := reference()) is not None}
+
+    def __reduce__(self) -> tuple[type[_Given], tuple[()]]:
+        return _Given, ()
 
 
 class _Again:
@@ -233,6 +268,19 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         yield from _tensors(item)
 
 
+def _trained(output: Any) -> Iterator[Tensor]:
+    """The parameters that an output depends on, by its graph."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in _tensors(output)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
+
+
 def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     """A deep copy of the model without its compressed parameters, whose places hold None.
 
@@ -240,10 +288,9 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     what is trained or kept beside the vector, so that ``parameters()`` and ``state_dict()`` do too.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    covered = [parameters[entry.name] for entry in layout.entries]
-    stand_in = nn.Parameter(torch.empty(0), requires_grad=False)
+    covered = {id(parameters[entry.name]): _Absent.of(entry.name) for entry in layout.entries}
     try:
-        hollow = copy.deepcopy(model, {id(parameter): stand_in for parameter in covered})
+        hollow = copy.deepcopy(model, dict(covered))
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise LayoutError(
             f"{type(model).__name__} cannot be copied ({error}): remove what copy.deepcopy cannot "
@@ -254,6 +301,36 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
             layer, _, leaf = name.rpartition(".")
             hollow.get_submodule(layer).register_parameter(leaf, None)
     return hollow
+
+
+class _Absent(nn.Parameter):
+    """In place of a compressed parameter, wherever a model holds it besides its modules: in a list, say.
+
+    The weights of a pass cannot come there, so that a model that uses it would compute something else.
+    """
+
+    @classmethod
+    def of(cls, name: str) -> _Absent:
+        made = cls(torch.empty(0), requires_grad=False)
+        made.absent = name
+        return made
+
+    absent: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [item for item in _tensors((args, kwargs or {})) if isinstance(item, _Absent)]
+        raise LayoutError(
+            f"the model uses {found[0].absent if found else 'a parameter'} from outside of its modules, such "
+            "as a list, where compressed weights cannot be put: use the module's own attribute, or leave the "
+            "parameter out with layout.exclude"
+        )
+
+    def __deepcopy__(self, memo: Any) -> _Absent:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Absent.of, (self.absent,)
 
 
 class _Place(NamedTuple):
