@@ -172,7 +172,7 @@ class WeightNetwork(nn.Module):
             self._hold(None)
             again.pass_on()
 
-        for node in {tensor.grad_fn for tensor in _tensors(output)}:
+        for node in {tensor.grad_fn for tensor in tensors_of(output)}:
             if node is not None:
                 node.register_prehook(begin)
 
@@ -255,8 +255,12 @@ class _Join(torch.autograd.Function):
         return None, *(g if more is None else more if g is None else g + more for g, more in pairs)
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of a model's output, which may be a structure of them."""
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """The tensors of a model's output, which may be a structure of them.
+
+    >>> [x.item() for x in tensors_of({"logits": torch.tensor(1), "states": [torch.tensor(2), None]})]
+    [1, 2]
+    """
     if isinstance(output, Tensor):
         yield output
         return
@@ -265,12 +269,12 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Mapping):
         output = tuple(output.values())
     for item in output if isinstance(output, (tuple, list)) else ():
-        yield from _tensors(item)
+        yield from tensors_of(item)
 
 
 def _trained(output: Any) -> Iterator[Tensor]:
     """The parameters that an output depends on, by its graph."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in _tensors(output)]
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
     seen = set()
     while nodes:
         node = nodes.pop()
@@ -319,7 +323,7 @@ class _Absent(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [item for item in _tensors((args, kwargs or {})) if isinstance(item, _Absent)]
+        found = [item for item in tensors_of((args, kwargs or {})) if isinstance(item, _Absent)]
         raise LayoutError(
             f"the model uses {found[0].absent if found else 'a parameter'} from outside of its modules, such "
             "as a list, where compressed weights cannot be put: use the module's own attribute, or leave the "

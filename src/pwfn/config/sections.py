@@ -85,7 +85,7 @@ class PosteriorConfig(Section):
     tolerance: float = setting(
         0.1,
         Number(0, above_low=True),
-        'for init = "tolerance": how much the noise may raise the loss (nats, for cross entropy)',
+        'for init = "tolerance": cost of noise in nats; for other losses, in standard deviations of outputs',
     )
     alpha: float = setting(2**-11, Number(0), "strength of the regulariser, where sigma is trained")
     cap: float = setting(0.05, Number(0, above_low=True), "S: the regulariser ignores sigma above it")
