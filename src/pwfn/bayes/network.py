@@ -10,11 +10,12 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
@@ -38,6 +39,7 @@ class WeightNetwork(nn.Module):
         self.layout = self.layout_of(model, self.settings)
         check_finite(self.layout.gather(model), self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
+        self._frozen = _frozen(self.model, self.settings)
         self._place(model.training)
         self._given = _Given(model)
 
@@ -48,6 +50,13 @@ class WeightNetwork(nn.Module):
         self._turn = _Turn()
         self._given = _Given()
         self.training = training
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module; BatchNorm layers that keep their statistics stay in evaluation mode."""
+        super().train(mode)
+        for name in self._frozen:
+            self.model.get_submodule(name).eval()
+        return self
 
     @classmethod
     def layout_of(cls, model: nn.Module, config: Config) -> Layout:
@@ -305,6 +314,17 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
             layer, _, leaf = name.rpartition(".")
             hollow.get_submodule(layer).register_parameter(leaf, None)
     return hollow
+
+
+def _frozen(model: nn.Module, config: Config) -> list[str]:
+    """BatchNorm layers that keep their statistics: all if the settings say so, else those frozen by hand.
+
+    That is, in evaluation mode, inside of a module in training mode.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    layers = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    by_hand = [name for name in layers if not modes[name] and name and modes[name.rpartition(".")[0]]]
+    return layers if config.finish.keeps_statistics else by_hand
 
 
 class _Absent(nn.Parameter):

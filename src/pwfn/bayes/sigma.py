@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.bayes.batches import Batch, Source
+from pwfn.bayes.batchnorm import tracked
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import DataProbe, Method
 from pwfn.bayes.network import tensors_of
@@ -185,8 +185,8 @@ def _spread(z: Tensor) -> Tensor:
 
 @contextmanager
 def _batch_statistics(net: nn.Module) -> Iterator[None]:
-    """Within the block BatchNorm is in training mode; afterwards its running statistics are restored."""
-    layers = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+    """Within the block BatchNorm is in training mode unless frozen; its running statistics are restored."""
+    layers = list(tracked(net).values())
     before = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers()]
     for layer in layers:
         layer.train()

@@ -47,7 +47,7 @@ class Conditioning:
 
     The copy's weights and BatchNorm statistics change in place. A statistic is corrected by what the
     compression changed: by the difference of means and the ratio of variances between the two networks
-    on the same examples. It is never gathered afresh from so few.
+    on the same examples. It is never gathered afresh from so few. ``keeps_statistics``: it stays as it is.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Conditioning:
         step: float,
         damping: float = DAMPING,
         memory: int = MEMORY,
+        keeps_statistics: bool = False,
     ) -> None:
         self.layout, self.step, self._damping, self._memory = layout, step, damping, memory
-        self._networks = original, model
+        self._networks, self._keeps_statistics = (original, model), keeps_statistics
         self._weights = Weights(original, layout), Weights(model, layout)
         self._fixed = [torch.zeros(e.size, dtype=torch.bool) for e in layout.entries]
         self._done: set[Place | str] = set()
@@ -139,10 +140,10 @@ class Conditioning:
         if not group:
             return False
         found = group[0].found
-        if isinstance(found, Normalisation):
-            self._correct(found.layer, group)
-        else:
+        if not isinstance(found, Normalisation):
             self._fix(found, group)
+        elif not self._keeps_statistics:
+            self._correct(found.layer, group)
         return True
 
     def _fix(self, product: Product, group: Sequence[_Lane]) -> None:

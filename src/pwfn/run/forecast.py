@@ -121,7 +121,7 @@ def forecast(
     rounds, steps, polish = len(run.phases), sum(run.phase_steps()), run.polish_steps > 0
     states = rounds if config.target.wanted else 0  # each is fixed, re-estimated and scored like the end
     # A forward pass takes about a third of the time of a step, which goes forward and back.
-    passes = (1 + polish + states) * steps_in(config.finish.reestimate_epochs, run.batches_per_epoch)
+    passes = (1 + polish + states) * steps_in(config.finish.reestimate_epochs or 0, run.batches_per_epoch)
     batch_seconds = step_seconds / config.training.accumulate
     return Forecast(
         step_seconds=step_seconds,
