@@ -11,10 +11,11 @@ of docs/imagenet.md from them. The repository has no ImageNet images and no weig
 - ``--weights`` has ``mobilenet_v2.safetensors`` (torchvision's names) and
   ``tf_efficientnet_lite0.safetensors`` (timm's); their metadata has ``normalize_mean`` and ``normalize_std``.
 
-Every row starts from the same weights. ``quick`` uses the first 1,024 of the unlabelled images; methods that
-train use all of them, for ten epochs, and learn from the original network's outputs. The labelled images are
-scored once, with the decoded file, and choose nothing. All files have BatchNorm folded and the rest of the
-network in float16. The rows of NNCodec need the files of nncodec_files.py.
+Every row starts from the same weights. ``quick`` uses the first 1,024 of the unlabelled images, and all
+2,000 where a step is given. Methods that train use all of them, for ten epochs, and learn from the original
+network's outputs. The labelled images are scored once, with the decoded file, and choose nothing. All files
+have BatchNorm folded and the rest of the network in float16. The rows of NNCodec need the files of
+nncodec_files.py.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def rows() -> dict[str, tuple[str, What]]:
     same = {"finish.fold_batchnorm": True, "finish.uncompressed_dtype": quick.finish.uncompressed_dtype}
     made: dict[str, tuple[str, What]] = {"quick": ("`quick`", quick)}
     for step in STEPS:
-        made[f"quick-{step}"] = f"`quick`, step {step}", quick.override({"options.step": step})
+        finer = {"options.step": step, "options.images": 2000}
+        made[f"quick-{step}"] = f"`quick`, step {step}", quick.override(finer)
     for step in STEPS:
         made[f"nearest-{step}"] = f"rounding to the nearest, step {step}", step
     others: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -199,7 +201,9 @@ class Case:
         if not quick and self.device.type == "cuda":
             config = config.override({"training.precision": "bf16"})
         result = pwfn.compress(self.model, data, config=config, distill=not quick)
-        images = min(len(data.images), ConditionedOptions().images) if quick else len(data.images)
+        images = (
+            min(len(data.images), ConditionedOptions(**config.options).images) if quick else len(data.images)
+        )
         return self.made(result.compressed, config.to_dict(), images, result.epochs)
 
     def made(self, compressed: Compressed, settings: dict[str, Any], images: int, epochs: float) -> Made:

@@ -6,9 +6,13 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -159,6 +163,61 @@ def test_importing_pwfn_imports_no_heavy_or_optional_package() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert done.stdout.strip() == "[]"
+
+
+PLAIN = """
+import sys
+
+class Without:
+    def __init__(self, finder, absent):
+        self.finder, self.absent = finder, absent
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in self.absent else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder, set(sys.argv[2:])) for finder in sys.meta_path]
+from pathlib import Path
+from pwfn import Config, load
+from pwfn.run import demo
+
+demo.EPOCHS = 1
+folder = Path(sys.argv[1])
+demo.demo(Config.preset("quick"), folder, say=lambda line: None)
+print(load(folder / "model.pwfn"))
+"""
+
+
+def test_a_plain_install_runs_the_demo(tmp_path: Path) -> None:
+    """With nothing but what the declared dependencies bring along."""
+    declared = tomllib.loads((ROOT.parent.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    there = with_their_own(declared)
+    assert not there & {"scikit-learn", "scipy", "matplotlib", "timm"}
+    blocked = [
+        module
+        for module, owners in packages_distributions().items()
+        if not there & {plain_name(owner) for owner in owners} and module != "pwfn"
+    ]
+    assert {"scipy", "hypothesis"} <= set(blocked)
+    command = [sys.executable, "-c", PLAIN, str(tmp_path / "run"), *blocked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("Compressed("), done.stderr
+
+
+def with_their_own(needed: Iterable[str]) -> set[str]:
+    """Packages that an install of these brings along, as far as they are installed here."""
+    found: set[str] = set()
+    waiting = list(needed)
+    while waiting:
+        name = plain_name(re.split(r"[^\w.-]", waiting.pop(), maxsplit=1)[0])
+        if name not in found:
+            found.add(name)
+            with suppress(PackageNotFoundError):
+                waiting += [each for each in requires(name) or () if "extra ==" not in each]
+    return found
+
+
+def plain_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_every_public_name_exists_once_and_in_order() -> None:

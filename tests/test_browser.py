@@ -114,6 +114,17 @@ def test_nothing_overflows(browser: Browser, pages: dict[str, Path], name: str, 
     assert tab.value(OVERFLOWING) != []  # the check can fail
 
 
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_accuracy_against_size_is_seen_whole_on_a_phone(
+    browser: Browser, pages: dict[str, Path], name: str
+) -> None:
+    tab = browser.open(pages[name], width=390)
+    plot = "document.querySelector('#figure-accuracy .plot')"
+    assert tab.value(f"{plot}.scrollWidth <= {plot}.clientWidth")
+    other = "document.querySelector('#figure-rounds .plot')"
+    assert not tab.value(f"{other}.scrollWidth <= {other}.clientWidth")  # the check can fail
+
+
 CONTRASTS = """
 (() => {
   const light = (text) => {

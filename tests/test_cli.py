@@ -200,6 +200,26 @@ def test_inspect(call: Call, saved: dict[str, Path]) -> None:
     assert json.loads(call("inspect", str(path), "--no-zstd", "--json")[1])["zstd19_bytes"] is None
 
 
+def test_verify_pins_the_content_and_finds_any_changed_byte(
+    call: Call, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    path = saved["named"]
+    wanted = pwfn.load(path).content_sha256()
+    status, out, err = call("verify", str(path))
+    assert (status, err) == (0, "")
+    assert wanted in out
+    # The record is not part of the content.
+    assert call("verify", str(saved["unnamed"]), "--sha256", wanted.upper())[0] == 0
+    status, out, _ = call("verify", str(path), "--sha256", "0" * 64, "--json")
+    assert (status, json.loads(out)["matches"]) == (1, False)
+    data, damaged = path.read_bytes(), tmp_path / "damaged.pwfn"
+    for place in range(0, len(data), max(len(data) // 40, 1)):
+        damaged.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        status, out, err = call("verify", str(damaged))
+        assert (status, out) == (2, ""), place
+        assert err.startswith(f"pwfn: {damaged}: ")
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_export_to_torch(call: Call, saved: dict[str, Path], dtype: str, tmp_path: Path) -> None:
     """Powers of two are exact in either type."""

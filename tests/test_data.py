@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import random
@@ -298,10 +299,18 @@ def test_the_digits_are_all_there() -> None:
     # How many of each digit the UCI test set has.
     assert targets.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert sorted((images * 16).unique().tolist()) == list(range(17))
-    pixels, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
+    # The bytes that the package ships, and that they are those of scikit-learn.
+    stored = np.load(Path(data.__file__).with_name("digits.npz"))
+    assert {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in stored.items()} == {
+        "images": "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3",
+        "labels": "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0",
+    }
     order = np.random.default_rng(0).permutation(1797)
-    assert np.array_equal(images.reshape(1797, 64).numpy() * 16, pixels[order])
-    assert np.array_equal(targets.numpy(), labels[order])
+    assert np.array_equal(images[:, 0].numpy() * 16, stored["images"][order])
+    assert np.array_equal(targets.numpy(), stored["labels"][order])
+    theirs = pytest.importorskip("sklearn.datasets").load_digits()
+    assert stored["images"].astype(theirs.images.dtype).tobytes() == theirs.images.tobytes()
+    assert stored["labels"].astype(theirs.target.dtype).tobytes() == theirs.target.tobytes()
 
 
 def test_an_npz_file_becomes_normalised_channels_first_images(tmp_path: Path) -> None:

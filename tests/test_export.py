@@ -17,7 +17,17 @@ from onnx import TensorProto, numpy_helper
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pwfn import Compressed, Config, FileError, GaussianNetwork, Layout, LayoutError, PwfnError
+from pwfn import (
+    Compressed,
+    Config,
+    FileError,
+    GaussianNetwork,
+    Layout,
+    LayoutError,
+    PwfnError,
+    __version__,
+    load,
+)
 from pwfn.export import from_file, to_onnx, to_safetensors, to_torch
 from pwfn.export import onnx as module_under_test
 from pwfn.layout import untouched
@@ -477,8 +487,21 @@ def test_a_write_that_fails_leaves_the_old_file(
 def digits(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     path = tmp_path / "digits.v2.pwfn"
-    fixed(randomised(digits_resnet())).save(path, record={"model": "digits_resnet"})
+    fixed(randomised(digits_resnet())).save(path, record={"model": "digits_resnet", "method": "pwfn"})
     return path
+
+
+def test_a_graph_names_what_it_was_made_of(digits: Path, tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    from_file(digits, "onnx", path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    facts, source = session.get_modelmeta(), load(digits)
+    assert facts.producer_name == "pwfn"
+    assert facts.custom_metadata_map == {
+        "pwfn_version": __version__,
+        "pwfn_content_sha256": source.content_sha256(),
+        "pwfn_method": "pwfn",
+    }
 
 
 @pytest.mark.parametrize(

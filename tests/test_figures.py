@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -28,6 +30,7 @@ from pwfn.report.reading import (
     History,
     Move,
     RunData,
+    Sample,
     names,
     read_run,
 )
@@ -291,6 +294,52 @@ def test_runs_that_no_other_beats_are_named(runs: dict[str, RunData]) -> None:
     assert figure is not None
     assert "a, 90.00% at 100 bytes; b, 80.00% at 50 bytes; before compression" in figure.alt
     assert accuracy.against_size([of(None, 100)], ["a"]) is None
+
+
+def test_the_rivals_are_the_other_rows_of_the_table_that_the_run_is_of(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "digits_resnet" / "ours" / "seed0"
+    shutil.copytree(folders["paper"], folder, ignore=shutil.ignore_patterns("checkpoints", "states"))
+    digest = hashlib.sha256((folder / "model.pwfn").read_bytes()).hexdigest()
+    results = tmp_path / "results"
+    results.mkdir()
+
+    def add(label: str, top1: Any, size: int, **more: str) -> None:
+        result = {"model": "digits_resnet", "label": label, "top1": top1, "file_bytes": size, **more}
+        (results / f"{len(list(results.iterdir()))}.json").write_text(json.dumps(result))
+
+    add("LSQ", 0.75, 3000)
+    add("LSQ", 0.5, 2000)
+    assert read_run(folder).rivals == ()  # a table that this run is not of
+    add("ours", 0.875, 1000, file_sha256=digest)
+    add("ours", 0.625, 1000)  # another seed
+    add("elsewhere", 0.25, 1000, model="cifar_resnet20")
+    add("baseline", 0.9, 9000, method="baseline")
+    add("not measured", None, 1000)
+    (results / "notes.json").write_text("not of JSON")
+    data = read_run(folder)
+    assert data.rivals == (("LSQ", 0.625, 3000),)
+    figure = accuracy.against_size([data], ["ours"])
+    assert figure is not None
+    assert "LSQ 62.50% at 3.0 kB" in figure.alt
+    assert rows(figure) == (("LSQ", "62.50%", "3,000"),)
+    assert "LSQ" in style.svg(figure)
+
+
+def test_one_sigma_for_all_weights_is_not_drawn_against_mu(runs: dict[str, RunData]) -> None:
+    start, end = Sample("a.weight", (0.1, 0.2), (0.5, 0.5)), Sample("a.weight", (0.0, 0.25), (0.5, 0.5))
+    assert sigma.mu_and_sigma(replace(runs["paper"], history=History(samples=((start, end),)))) is None
+    varied = Sample("a.weight", (0.0, 0.25), (0.0, 0.125))
+    figure = sigma.mu_and_sigma(replace(runs["paper"], history=History(samples=((start, varied),))))
+    assert figure is not None
+    from matplotlib.figure import Figure as Sheet
+
+    sheet = Sheet()
+    figure.draw(sheet)
+    low, high = sheet.axes[0].get_ylim()
+    assert -4.5 < low < -3  # a little below 2^-3, where zero is drawn
+    assert -1 <= high < 0
 
 
 def test_the_layer_that_takes_most_bits_is_named(runs: dict[str, RunData]) -> None:

@@ -79,11 +79,69 @@ def test_paths_file_objects_and_bytes_are_the_same(tmp_path: Path) -> None:
     assert [compressed.save(path), save(compressed, str(path)), compressed.save(file)] == [len(data)] * 3
     assert compressed.dumps() == dumps(compressed) == path.read_bytes() == file.getvalue() == data
     with path.open("rb") as opened:
-        for found in (load(path), load(str(path)), load(opened), load(io.BytesIO(data)), loads(data)):
+        files = (path, str(path), opened, io.BytesIO(data), data, bytearray(data), memoryview(data))
+        for found in (*map(load, files), loads(data)):
             assert same(found.dense_state_dict(), compressed.dense_state_dict())
     assert same(loads(memoryview(data)).untouched, compressed.untouched)
     assert pwfn.load is load
     assert pwfn.loads is loads
+
+
+class Slow(io.RawIOBase):
+    """A stream that gives a few bytes at a time, as a socket may, or fails on the way."""
+
+    def __init__(self, data: bytes, fails_at: int | None = None) -> None:
+        self.data, self.at, self.fails_at = data, 0, fails_at
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        if self.fails_at is not None and self.at >= self.fails_at:
+            raise OSError(5, "Input/output error")
+        part = self.data[self.at : self.at + min(len(into), 7)]
+        into[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+
+def test_a_stream_is_read_to_its_end_and_its_failure_is_a_sentence() -> None:
+    compressed, data = case("centre")
+    assert same(load(Slow(data)).dense_state_dict(), compressed.dense_state_dict())
+    for place in (0, 10, 24, 200):
+        with pytest.raises(FileError, match="Input/output error"):
+            load(Slow(data, fails_at=place))
+    with pytest.raises(FileError, match="binary mode"):
+        load(io.StringIO("text"))  # type: ignore[arg-type]
+
+
+def test_the_hash_of_the_content_is_that_of_the_specification(name: str) -> None:
+    data = case(name)[1]
+    assert loads(data).content_sha256() == oracle.content_sha256(oracle.read(data))
+
+
+def test_the_hash_of_the_content_is_that_of_the_network_and_not_of_its_record() -> None:
+    data = case("centre")[1]
+    whole = loads(data)
+    wanted = whole.content_sha256()
+    assert replace(whole, record={"note": "another"}).content_sha256() == wanted
+    # The same network in other codings: a codebook per layer, and sigma per weight.
+    divided = Compressed.of(
+        whole.layout, whole.values(), whole.sigma, whole.untouched, divide=lambda entry: (0, 1)
+    )
+    assert loads(divided.dumps(posterior="weight")).content_sha256() == wanted
+    values, sigma = whole.values(), whole.sigma
+    assert sigma is not None
+    tensor = next(iter(whole.untouched))
+    others = [
+        Compressed.of(whole.layout, values.roll(1), sigma, whole.untouched),
+        Compressed.of(whole.layout, values, sigma * 2, whole.untouched),
+        Compressed.of(whole.layout, values, None, whole.untouched),
+        replace(whole, untouched={**whole.untouched, tensor: whole.untouched[tensor] + 1}),
+        replace(whole, untouched={**whole.untouched, "one more": torch.zeros(1)}),
+        replace(whole, record={"activations": {"bits": 4}}),
+    ]
+    assert len({wanted, *(other.content_sha256() for other in others)}) == 1 + len(others)
 
 
 def test_save_adds_to_the_record() -> None:
@@ -207,6 +265,14 @@ def test_golden_files(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(found.dense_state_dict(), compressed.dense_state_dict())
     monkeypatch.setattr(writer, "WRITER", Reader(io.BytesIO(data)).header.writer)
     assert dumps(found, posterior) == dumps(compressed, posterior) == data
+
+
+def test_hashes_that_people_have_pinned_stay_what_they_are() -> None:
+    pinned = {
+        "v1_centre": "5c74465f1f1c967aed443281815e49120dc06ae5b72c638f2b0d9cb1de0714f8",
+        "v1_channels_weight": "1e6c4cf3e47d61a37cc18fd6d701c0a170167259af169e5f0a4c824f31e88e2a",
+    }
+    assert {stem: load(make.HERE / f"{stem}.pwfn").content_sha256() for stem in pinned} == pinned
 
 
 def test_golden_files_are_there_and_are_not_made_again() -> None:

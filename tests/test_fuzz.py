@@ -1,6 +1,7 @@
 """Mutated files: each loads the identical content or is refused in one sentence, fast and in little memory.
 
-``python tests/test_fuzz.py 10000`` runs that many mutants and prints the outcomes.
+``python tests/test_fuzz.py 10000`` runs that many mutants and prints the outcomes. With a second number, the
+process may hold that many megabytes; it loads random files, mutants, and files that claim all they may.
 
 *Strict* mutants are damaged or forged without encoding anything again: a flipped bit, a cut, an inserted run,
 swapped sections, another length, count or shape in the header (with a corrected checksum). They must not load
@@ -18,7 +19,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import resource
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -29,6 +32,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from malformed import PREFIX, SECTIONS, Parts, case, closed, leb128, with_header
 from oracles.fileformat import WIDTHS
 from oracles.fileformat import leb128 as leb128_numbers
@@ -361,6 +365,89 @@ def test_every_mutation_changes_files() -> None:
             assert changed >= 7, (mutate.__name__, base)
 
 
+# A process with little memory
+
+
+def random_file(rng: Random) -> bytes:
+    """Noise; behind the magic number, behind a sound prefix, or behind a sound header, in turn."""
+    noise = rng.bytes(int(rng.integers(0, 2000)))
+    data = case(str(rng.choice(BASES)))[1]
+    block = closed(noise)
+    heads = (b"", data[:8], with_header(block, len(noise)), data[: header_of(data)[0]])
+    return heads[int(rng.integers(0, len(heads)))] + noise
+
+
+def greedy_headers() -> list[bytes]:
+    """Headers of 2^24 bytes of JSON, each of whose values takes many times its text once it is parsed."""
+    # Text that zstd cannot shrink by much: a header may be 64 times as large as its block.
+    noise = np.random.default_rng(0).bytes(270_000).hex()
+    files = []
+    for unit in ("{}", "[]", '{"a":0}', "0.1", '"\\u0100\\u0101"', "12345678901"):
+        values = ",".join([unit] * ((2**24 - len(noise) - 40) // (len(unit) + 1)))
+        text = f'{{"noise":"{noise}","record":[{values}]}}'.encode()
+        files.append(with_header(closed(text), len(text)))
+    return files
+
+
+def greedy_shape() -> bytes:
+    """A sound file of 4 · 10^8 weights of one value, which the rules on sizes allow."""
+    parts = Parts.of(case("padded")[1])
+    weights = 400_000_000
+    parts.header["tensors"][0]["shape"] = [20_000, weights // 20_000]
+    parts.contents["tables"] = leb128(1, 0, weights)
+    parts.contents["padding"] = bytes(weights // 64)
+    return parts.sealed()
+
+
+def loaded_in(megabytes: int, seeds: range) -> Counter[str]:
+    """Load files of all kinds in this process, which may hold so much; anything but our errors is raised.
+
+    The limit is that on data (RLIMIT_DATA): all private memory that can be written, whoever allocates it.
+    One on address space (RLIMIT_AS) also counts the libraries of torch, which are mapped from disk: 400 MB
+    in a CPU build and gigabytes in others, before anything is loaded.
+    """
+    files = [
+        (seed, data) for seed in seeds for data in (mutant_of(seed), random_file(np.random.default_rng(seed)))
+    ]
+    files += [(-1, data) for data in (*greedy_headers(), greedy_shape())]
+    resource.setrlimit(resource.RLIMIT_DATA, (megabytes * 2**20, megabytes * 2**20))
+    found: Counter[str] = Counter()
+    for seed, data in files:
+        try:
+            loads(data)
+            found["loaded"] += 1
+        except PwfnError as error:
+            found["no memory" if "memory" in str(error) else "refused"] += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+    return found
+
+
+def mutant_of(seed: int) -> bytes:
+    rng = np.random.default_rng(seed)
+    mutations = (*STRICT, *RESEALED)
+    return mutations[seed % len(mutations)](case(str(rng.choice(BASES)))[1], rng)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere this limit does not count what is mapped")
+def test_512_megabytes_are_enough_to_refuse_anything() -> None:
+    command = [sys.executable, __file__, "300", "512"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ends = {words: int(number.replace(",", "")) for number, words in (
+        line.split(maxsplit=1) for line in done.stdout.splitlines()
+    )}  # fmt: skip
+    assert ends["refused"] >= 400
+    assert ends["no memory"] >= 3  # the limit is felt: without it, all of them would be read
+
+
 if __name__ == "__main__":
-    for outcome, number in sorted(outcomes(range(int(sys.argv[1]))).items()):
+    count = range(int(sys.argv[1]))
+    ended = outcomes(count) if len(sys.argv) < 3 else loaded_in(int(sys.argv[2]), count)
+    for outcome, number in sorted(ended.items()):
         print(f"{number:7,}  {outcome}")

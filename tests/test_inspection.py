@@ -7,13 +7,16 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from pwfn import Compressed, Layout
+from pwfn import Compressed, Config, Layout
 from pwfn.evaluate.inspect import FileFacts, inspect, lines
 from pwfn.layout import untouched
 
@@ -198,6 +201,37 @@ def test_every_part_and_every_tensor_has_its_line(facts: FileFacts, path: Path) 
         assert float(bits) == tensor.entropy_bits
         assert tensor.bits_per_weight <= float(on_disk) < tensor.bits_per_weight + 1.0001e-4
         assert size == f"{tensor.index_bytes + tensor.table_bytes:,}"
+
+
+def test_what_the_record_says_of_the_run_is_shown(facts: FileFacts, compressed: Compressed) -> None:
+    chosen = Config.preset("paper").override({"fixing.sweep": 7.5, "seed": 3}).to_dict()
+    scores = {"before": {"metric": 0.875, "examples": 40}, "after": {"metric": 0.75, "examples": 40}}
+    text = lines(replace(facts, record={**scores, "data": "5a17", "settings": chosen}))
+    assert row(text, "content, SHA-256:") == [compressed.content_sha256()] == [facts.content_sha256]
+    assert row(text, "accuracy:")[:4] == ["87.50%", "before,", "75.00%", "after"]
+    assert row(text, "data:")[-1] == "5a17"
+    assert {"paper", "fixing.sweep=7.5", "3"} <= {word.strip(",") for word in row(text, "settings:")}
+    unlabelled = {"before": {"metric": 1.0}, "after": {"metric": 0.75, "examples": 40, "of": "agreement"}}
+    text = lines(replace(facts, record=unlabelled))
+    assert not any(line.startswith("accuracy") or "100.00%" in line for line in text)
+    assert "75.00%" in row(text, "agreement")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+SCORES = st.dictionaries(st.sampled_from(["metric", "examples", "of", "loss"]), JSON)
+SETTINGS = st.dictionaries(st.sampled_from(["method", "seed", "fixing", "training", "options", "x"]), JSON)
+
+
+@given(st.fixed_dictionaries({}, optional={
+    "before": SCORES | JSON, "after": SCORES | JSON, "data": JSON, "settings": SETTINGS | JSON,
+}))  # fmt: skip
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+def test_a_record_may_hold_anything(facts: FileFacts, record: dict[str, Any]) -> None:
+    assert all(line.isprintable() for line in lines(replace(facts, record=record)))
 
 
 def test_names_cannot_control_the_terminal(facts: FileFacts) -> None:

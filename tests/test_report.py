@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pwfn import Config, FileError, PwfnError, load
+from pwfn.config.changes import Settings
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.inspect import inspect
 from pwfn.lab.costs import cost_sheet
@@ -32,7 +34,7 @@ from pwfn.report.figures import style
 from pwfn.report.figures.accuracy import calibration_error
 from pwfn.report.page import page, verdict
 from pwfn.report.reading import RunData, read_run
-from pwfn.report.repeat import Settings, compress_command, load_code
+from pwfn.report.repeat import compress_command, load_code
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, TrustOptions, settings
 from pwfn.zoo import models
@@ -276,6 +278,12 @@ def test_the_verdict_says_what_became_of_accuracy(
     assert said in verdict(replace(data, before=before, after=after))
 
 
+def test_the_record_and_the_page_pin_the_file(data: RunData, folder: Path, text: str) -> None:
+    wanted = load(folder / "model.pwfn").content_sha256()
+    assert data.record["content_sha256"] == wanted
+    assert wanted in Sound(text).said
+
+
 def test_the_code_on_the_page_loads_the_network(
     data: RunData, folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,10 +315,15 @@ def test_the_table_of_layers_is_measured_on_the_file(folder: Path, text: str) ->
 
 
 def test_the_parts_of_the_file_add_up_to_it(folder: Path, text: str) -> None:
-    *parts, whole = cells(text, "Parts of the file of first")
-    sizes = [int(row[1][1] or 0) for row in parts]
-    assert sum(sizes) == int(whole[1][1] or 0) == (folder / "model.pwfn").stat().st_size
+    sizes = [int(row[1][1] or 0) for row in cells(text, "Parts of the file of first")]
+    assert sum(sizes) == (folder / "model.pwfn").stat().st_size
     assert sizes == sorted(sizes, reverse=True)
+    # Each size is said once.
+    said = Sound(text).said.partition("Where the bytes are Parts")[2].partition("Uncertainty")[0]
+    numbers = re.findall(r"\d{1,3}(?:,\d{3})+(?!\.)", said)
+    counted = Counter(int(number.replace(",", "")) for number in numbers)
+    assert counted[sum(sizes)] == 1
+    assert counted[inspect(folder / "model.pwfn", zstd=False).fp32_bytes] == 1
 
 
 def test_the_states_after_each_round_are_listed(data: RunData, text: str) -> None:
@@ -337,8 +350,10 @@ def test_the_cost_sheet_is_that_of_the_network(folder: Path, text: str) -> None:
     assert products["a shift"] == sheet.whole.shift_macs
     assert sum(products.values()) == sheet.whole.macs + sheet.whole.uncompressed_macs
     energy = cells(text, "Energy, estimated")
-    assert [row[4][0] for row in energy] == [f"{e.energy_microjoules:.3f}" for e in sheet.whole.energy]
-    assert energy[0][5][0] == "100.0%"
+    assert [row[5][0] for row in energy] == [f"{e.energy_microjoules:.3f}" for e in sheet.whole.energy]
+    read = [sheet.whole.traffic.of(each.storage) for each in sheet.whole.energy]
+    assert [int(row[2][1] or 0) for row in energy] == read
+    assert energy[0][6][0] == "100.0%"
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -346,9 +361,27 @@ def test_a_file_cannot_make_the_report_run_code(copy: Path, monkeypatch: pytest.
     monkeypatch.chdir(copy)
     Path("evil.py").write_text("raise SystemExit('it was run')")
     load(copy / "model.pwfn").save(copy / "model.pwfn", record={"model": "python:evil.py:make"})
-    assert (
-        "Not counted, because the network cannot be made from its name" in Sound(page([read_run(copy)])).said
-    )
+    assert "Not counted: the file wants to run evil.py:make" in Sound(page([read_run(copy)])).said
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_network_of_ones_own_has_its_costs_when_its_owner_names_it(copy: Path, text: str) -> None:
+    code = copy / "nets.py"
+    code.write_text("from pwfn.zoo.models import digits_resnet as make\n")
+    file, named = copy / "model.pwfn", f"python:{code}:make"
+    load(file).save(file, record={"model": named})
+    data = read_run(copy)
+    assert "--model" in Sound(page([data])).said  # how to get them
+    own = page([data], named, "1,8,8")
+    assert cells(own, "What becomes of ") == cells(text, "What becomes of ")
+    for model, shape, what in (
+        (named, None, "--input-shape"),
+        (named, "1;8", "1;8"),
+        (f"python:{code}:other", "1,8,8", "other"),
+        ("cifar_resnet20", None, "conv1.weight"),
+    ):
+        with pytest.raises(PwfnError, match=re.escape(what)):
+            page([data], model, shape)
 
 
 @pytest.mark.usefixtures("undrawn")

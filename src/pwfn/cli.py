@@ -37,14 +37,17 @@ AsJson = Annotated[bool, _option(RUN, "Print one JSON object instead of text.", 
 Device = Annotated[str | None, _option(RUN, "cpu, cuda, cuda:1, …; default: CUDA if there is a GPU.")]
 File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
 Holdout = Annotated[int, _option(DATA, "Score on this many held-out training images.", min=0)]
+_SHAPE = "Shape of one input, such as 3,224,224, if the model does not tell; for ONNX and costs."
+InputShape = Annotated[str | None, _option(DATA, _SHAPE)]
 Limit = Annotated[int | None, _option(DATA, "Train on this many images only.", min=1)]
 _METHODS = "pwfn (default), wfn, lsq, lsq+, apot, q-vit, kmeans, baseline, or python:FILE:CLASS."
 Method = Annotated[str | None, _option(SETTINGS, _METHODS)]
-_PRESETS = "recommended (default), paper, or quick (three epochs)."
+_PRESETS = "recommended (default), paper, or quick (no labels, no training)."
 Preset = Annotated[str | None, _option(SETTINGS, _PRESETS)]
 Seed = Annotated[int | None, _option(SETTINGS, "Seed of all random states.", min=0)]
 _SOURCES = "npz:PATH, imagefolder:DIR, images:DIR (no labels), cifar10:DIR, digits, python:FILE:FUNCTION, …"
 Source = Annotated[str, _option(DATA, _SOURCES)]
+Unnamed = Annotated[str | None, _option(DATA, "The model, if the file does not name one that pwfn can make.")]
 Workers = Annotated[int, _option(DATA, "Processes that read image files.", min=0)]
 
 
@@ -211,7 +214,7 @@ def train(
 def evaluate(
     file: File,
     data: Source,
-    model: Annotated[str | None, _option(DATA, "The model, if the file does not name it.")] = None,
+    model: Unnamed = None,
     samples: Annotated[int, _option(TRUST, "Also score an ensemble of this many draws.", min=0)] = 0,
     seed: Annotated[int, _option(TRUST, "Seed of the draws.", min=0)] = 0,
     weights: Annotated[
@@ -277,11 +280,13 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    model: Unnamed = None,
+    input_shape: InputShape = None,
 ) -> None:
     """Write one HTML page about a run, or about several side by side."""
     from pwfn.report import write
 
-    typer.echo(write(runs, out))
+    typer.echo(write(runs, out, model=model, input_shape=input_shape))
 
 
 @app.command(epilog="Example: pwfn demo --out demo")
@@ -331,6 +336,28 @@ def inspect(
     typer.echo(json.dumps(facts.to_dict()) if as_json else "\n".join(inspection.lines(facts)))
 
 
+@app.command(epilog="Example: pwfn verify run/model.pwfn")
+def verify(
+    file: File,
+    sha256: Annotated[
+        str | None, typer.Option(help="SHA-256 that its content must have, as inspect prints it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check all of a .pwfn file: every checksum and every number in it.
+
+    The status is 0 if it is sound, 1 if its content is not that of --sha256, and 2 if it is damaged.
+    """
+    from pwfn.file.format import load
+
+    found = load(file).content_sha256()
+    is_other = sha256 is not None and sha256.lower() != found
+    facts = {"path": str(file), "content_sha256": found, "matches": None if sha256 is None else not is_other}
+    verdict = "sound, but another network than the one asked for" if is_other else "sound"
+    typer.echo(json.dumps(facts) if as_json else f"{file}: {verdict}; SHA-256 of its content {found}")
+    raise typer.Exit(int(is_other))
+
+
 @app.command(epilog="Example: pwfn export run/model.pwfn --to onnx --out model.onnx")
 def export(
     file: File,
@@ -339,12 +366,8 @@ def export(
         Path | None, typer.Option(help="File to write; default: FILE with another suffix.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of dense weights: fp32, bf16 or fp16.")] = "fp32",
-    model: Annotated[
-        str | None, typer.Option(help="For ONNX: the model, if the file does not name it.")
-    ] = None,
-    input_shape: Annotated[
-        str | None, typer.Option(help="For ONNX: shape of one input, such as 3,224,224.")
-    ] = None,
+    model: Unnamed = None,
+    input_shape: InputShape = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a file for other programs: ONNX with palettes, dense safetensors, or a torch state dict."""

@@ -3,6 +3,7 @@
 It trusts the file: nothing is checked but that what was read is used up. Nothing here is shared with `pwfn`.
 """
 
+import hashlib
 import json
 import math
 import struct
@@ -67,6 +68,26 @@ def read(data: bytes) -> Content:
     return Content(
         header, codebooks, indices, values, sigma, read_untouched(header["untouched"], sections["untouched"])
     )
+
+
+def content_sha256(content: Content) -> str:
+    header = content.header
+    pieces = [line("pwfn content", 1, header["codebooks"]["dtype"])]
+    sigma, parts = content.sigma, {}
+    for tensor, values in zip(header["tensors"], content.values, strict=True):
+        name, aliases = tensor["name"], sorted(tensor.get("aliases", []))
+        parts[name] = line("compressed", name, tensor["shape"], tensor["dtype"], aliases) + values.tobytes()
+        if sigma is not None:
+            parts[name] += line("sigma", name) + sigma[: values.size].tobytes()
+            sigma = sigma[values.size :]
+    for name, shape, dtype in header["untouched"]:
+        parts[name] = line("untouched", name, shape, dtype) + content.untouched[name]
+    pieces += [parts[name] for name in sorted(parts)]
+    return hashlib.sha256(b"".join(pieces)).hexdigest()
+
+
+def line(*facts: object) -> bytes:
+    return json.dumps(facts, separators=(",", ":")).encode() + b"\n"
 
 
 def block(stored: bytes, content_bytes: int) -> bytes:

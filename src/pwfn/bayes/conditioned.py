@@ -74,6 +74,7 @@ class ConditionedNetwork(Method):
     has_grid = True
     values: Tensor
     fixed: Tensor
+    _tries: dict[float, tuple[float, float]]  # by step: distance and bits, of the network that is adopted
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config or Config.preset("quick"))
@@ -83,7 +84,7 @@ class ConditionedNetwork(Method):
         # Out of reach of state_dict and to: every try starts from the original, on the CPU.
         self._original = (copy.deepcopy(model).cpu().eval(),)
         self._is_scaled = self.settings.finish.keeps_statistics  # to scale filters changes them
-        self._root_mean_square = root_mean_square(start)
+        self._adopt(self._original[0])
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
 
@@ -136,26 +137,35 @@ class ConditionedNetwork(Method):
         factor of four for one more bit per weight.
         """
         self._is_scaled = True
-        plain = self._original
-        model = copy.deepcopy(plain[0]).to(self.device)
+        plain = self._original[0]
+        model = copy.deepcopy(plain).to(self.device)
         draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
         if not scale_filters(model, self.layout, used, partial(_log_likelihood, draws=draws)):
             return
-        costs = []
-        for original in (plain[0], model.cpu()):
+        costs, tries = [], []
+        for original in (plain, model.cpu()):
             self._adopt(original)
             step = dyadic((self.options.step or _FIRST) * self._root_mean_square)
-            _, tried = self._conditioned(step, used)
-            distance = self._distance(tried, kept)
-            bits = _bits(self.layout, self.layout.gather(tried))
+            distance, bits = self._try(step, used, kept)
             costs.append(bits + 0.5 * math.log2(max(distance, 1e-12)))
+            tries.append(self._tries)
         if not costs[1] < costs[0]:
-            self._adopt(plain[0])
+            self._adopt(plain)
+            self._tries = tries[0]
 
     def _adopt(self, original: nn.Module) -> None:
         """Start from this network, which computes the same."""
         self._original = (original,)
         self._root_mean_square = root_mean_square(self.layout.gather(original))
+        self._tries = {}
+
+    def _try(self, step: float, used: Sequence[Batch], kept: Sequence[Batch]) -> tuple[float, float]:
+        """The distance from the original and the bits per weight at a step; each is computed once."""
+        if step not in self._tries:
+            _, model = self._conditioned(step, used)
+            bits = _bits(self.layout, self.layout.gather(model))
+            self._tries[step] = self._distance(model, kept), bits
+        return self._tries[step]
 
     def _found_step(self, used: Sequence[Batch], kept: Sequence[Batch]) -> float:
         """A step at which the outputs are as far from the original's as the tolerance allows, about.
@@ -167,7 +177,7 @@ class ConditionedNetwork(Method):
         step = dyadic(_FIRST * self._root_mean_square)
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
         for _ in range(_TRIES):
-            distance = self._distance(self._conditioned(step, used)[1], kept)
+            distance, _ = self._try(step, used, kept)
             if distance <= tolerance:
                 fine = max(fine, step)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import zstandard
 from torch import Tensor
 
+from pwfn.config.changes import Settings
 from pwfn.evaluate.entropy import Pool
 from pwfn.file.coder import bytes_of
 from pwfn.file.compressed import Compressed
@@ -49,6 +51,7 @@ class FileFacts:
     """A whole file: its parts add up to ``file_bytes``."""
 
     path: str
+    content_sha256: str  # of the network, see docs/format.md
     writer: str
     model: str | None  # as the record of the run names it
     posterior: str
@@ -72,6 +75,7 @@ class FileFacts:
     int8_bytes: int  # one byte per weight, one scale per tensor, other tensors as in ``fp32_bytes``
     zstd19_bytes: int | None  # ``fp32_bytes`` compressed by zstd -19; None if not measured
     tensors: tuple[TensorFacts, ...]
+    record: Mapping[str, Any]  # facts of the run, as the file states them
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the ratio to each other format."""
@@ -99,6 +103,7 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
     model = header.record.get("model")
     return FileFacts(
         path=str(path),
+        content_sha256=compressed.content_sha256(),
         writer=header.writer,
         model=model if isinstance(model, str) else None,
         posterior=str(header.posterior),
@@ -122,6 +127,7 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
         int8_bytes=pool.weights + 4 * len(tensors) + single,
         zstd19_bytes=_zstd19_bytes([values, *rest]) if zstd else None,
         tensors=tensors,
+        record=header.record,
     )
 
 
@@ -179,6 +185,8 @@ def lines(facts: FileFacts) -> list[str]:
         f"bits per weight: {_up(facts.bits_per_weight)} on disk, {_up(facts.entropy_bits)} entropy",
         f"zero or a power of two: {powers:.1f}% of the weights",
         f"model: {facts.model or 'not named'}; posterior: {facts.posterior}; written by {facts.writer}",
+        f"content, SHA-256: {facts.content_sha256}",
+        *_recorded(facts.record),
         "",
         f"{'part':<24}{'bytes':>14}",
     ]
@@ -205,6 +213,27 @@ def lines(facts: FileFacts) -> list[str]:
     return [
         "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in row).rstrip() for row in rows
     ]
+
+
+def _recorded(record: Mapping[str, Any]) -> list[str]:
+    """Accuracy, data and settings as the record of the run has them; what it does not have is left out.
+
+    >>> _recorded({"after": {"metric": 0.5, "examples": 10}, "data": "5a"})
+    ['accuracy: 50.00% on 10 examples', 'data: fingerprint 5a']
+    """
+    rows = []
+    before, after = (record.get(key) for key in ("before", "after"))
+    if isinstance(after, Mapping) and isinstance(metric := after.get("metric"), float):
+        agrees = after.get("of") == "agreement"
+        start = before.get("metric") if isinstance(before, Mapping) and not agrees else None
+        was = f"{start:.2%} before, " if isinstance(start, float) else ""
+        what = "agreement with the original network" if agrees else "accuracy"
+        rows.append(f"{what}: {was}{metric:.2%}{' after' * bool(was)} on {after.get('examples')} examples")
+    if record.get("data"):
+        rows.append(f"data: fingerprint {record['data']}")
+    if isinstance(settings := record.get("settings"), Mapping):
+        rows.append(f"settings: {Settings.of(settings)}")
+    return rows
 
 
 def _up(bits: float) -> str:

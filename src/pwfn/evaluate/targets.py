@@ -95,9 +95,10 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
     """The state to keep.
 
     Of those that meet the target: the smallest file (of files within 1 % of it the most accurate);
-    without ``max_drop`` the most accurate or, where nothing was scored, the largest. If none does, the
-    closest: of those within ``max_drop`` the one with the fewest bits or, for a limit on the bytes, with
-    the fewest bytes; else the most accurate.
+    without ``max_drop`` the network at the smallest step, which needs no scores; where there are no steps
+    the most accurate or, where nothing was scored, the largest. If none does, the closest: of those within
+    ``max_drop`` the one with the fewest bits or, for a limit on the bytes, with the fewest bytes; else the
+    most accurate.
     """
     if not states:
         raise ConfigError(
@@ -109,9 +110,11 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
     if fitting:
         smallest = min(len(state.content) for state in fitting)
         near = [state for state in fitting if len(state.content) <= 1.01 * smallest]
-        chosen = min(near if by_size else fitting, key=_loss)
-        best = "the largest" if chosen.scores is None else "the most accurate"
-        rank = "the smallest" if by_size else best
+        chosen, rank = min(near, key=_loss), "the smallest"
+        if not by_size:
+            chosen = min(fitting, key=lambda s: (0.0 if s.step is None else s.step, *_loss(s)))
+            rank = "the largest" if chosen.scores is None else "the most accurate"
+            rank = rank if chosen.step is None else "the smallest step"
         of = f"{rank} of {len(fitting)} that meet the target ({_wanted(target)})"
         if len(fitting) == 1:
             of = f"the only one that meets the target ({_wanted(target)})"

@@ -57,7 +57,7 @@ def _onnx(
 ) -> tuple[dict[str, Any], str]:
     name = name or models.recorded(compressed.record)
     module = models.create(name, classes=models.recorded_classes(compressed.record))
-    sizes = _sizes(shape) if shape is not None else models.input_shape(name, module)
+    sizes = input_sizes(shape) if shape is not None else models.input_shape(name, module)
     if sizes is None:
         raise PwfnError(f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224")
     done = to_onnx(compressed, module, torch.zeros(2, *sizes), target)
@@ -68,7 +68,12 @@ def _onnx(
     )
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def input_sizes(text: str) -> tuple[int, ...]:
+    """The shape of one input, as it is written on the command line.
+
+    >>> input_sizes("3,224,224")
+    (3, 224, 224)
+    """
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -26,6 +26,7 @@ from pwfn.bayes.objective import logits
 from pwfn.errors import PwfnError
 from pwfn.file.compressed import Compressed
 from pwfn.file.storage import replacing
+from pwfn.version import __version__
 
 if TYPE_CHECKING:
     import onnx
@@ -74,6 +75,9 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     names = {name for e in compressed.layout.entries for name in (e.name, *e.aliases)}
     names |= {f"{_WRAPPED}{name}" for name in names}
     proto, palettes = _with_palettes(_exported(module, example), names)
+    proto.producer_name, proto.producer_version = "pwfn", __version__
+    for key, value in provenance(compressed).items():
+        proto.metadata_props.add(key=key, value=value)
     blob: bytes = proto.SerializeToString()
     differences = _differences(blob, batches, wanted)
     for error, largest in differences:
@@ -85,6 +89,15 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
     return OnnxExport(path, len(blob), palettes, *max(differences))
+
+
+def provenance(compressed: Compressed) -> dict[str, str]:
+    """Where an exported file comes from: the version of pwfn, and content and method of its .pwfn file."""
+    return {
+        "pwfn_version": __version__,
+        "pwfn_content_sha256": compressed.content_sha256(),
+        "pwfn_method": str(compressed.record.get("method", "")),
+    }
 
 
 class _Logits(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pwfn.errors import FileError
+from pwfn.file.coder import bytes_of
 from pwfn.layout import Entry, Layout
 
 
@@ -71,6 +74,34 @@ class Content:
             )
             yield from zip(books, cut, share, strict=True)
 
+    def content_sha256(self) -> str:
+        """SHA-256 of the network: every tensor, and sigma where there is one; ``docs/format.md`` defines it.
+
+        It does not depend on the record, nor on how the numbers are coded: a network that is loaded and saved
+        again keeps it.
+        """
+        digest = hashlib.sha256()
+
+        def add(line: list[object], tensor: Tensor | None = None) -> None:
+            text = json.dumps(line, sort_keys=True, separators=(",", ":"))
+            digest.update(f"{text}\n".encode() + (b"" if tensor is None else bytes_of(tensor)))
+
+        add(["pwfn content", 1, name_of(self.layout.dtype)])
+        values, sigma = self.values(), self.sigma
+        entries = {entry.name: entry for entry in self.layout.entries}
+        for name in sorted(entries.keys() | self.untouched.keys()):
+            if (entry := entries.get(name)) is None:
+                tensor = self.untouched[name]
+                add(["untouched", name, list(tensor.shape), name_of(tensor.dtype)], tensor)
+                continue
+            facts = [list(entry.shape), name_of(entry.dtype), sorted(entry.aliases)]
+            add(["compressed", name, *facts], values[entry.span])
+            if sigma is not None:
+                add(["sigma", name], sigma[entry.span])
+        if "activations" in self.record:  # the one fact of the record that changes what the network computes
+            add(["activations", self.record["activations"]])
+        return digest.hexdigest()
+
     def check(self) -> None:
         """Raise an error for anything that a file must not hold; the header checks the rest."""
         layout, books = self.layout, self.codebooks
@@ -108,6 +139,15 @@ class Content:
 def parts(entry: Entry, vector: Tensor, axis: int, count: int) -> tuple[Tensor, ...]:
     """An entry's slice of a vector, in the entry's shape and cut into equal parts: views."""
     return vector.view(entry.shape or (1,)).tensor_split(count, axis)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As files call it.
+
+    >>> name_of(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 def check_sigma(sigma: Tensor) -> None:

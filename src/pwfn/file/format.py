@@ -11,10 +11,11 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,8 +44,12 @@ from pwfn.runtime import index_dtype
 __all__ = ["Posterior", "Reader", "Sizes", "dumps", "load", "loads", "save"]
 
 
-def load(source: PathOrFile) -> Compressed:
-    """Read a file, given as a path or a binary file object: every number as it was saved, bit for bit.
+Readable: TypeAlias = PathOrFile | bytes | bytearray | memoryview
+"""A path, a binary file object, or the bytes of a file."""
+
+
+def load(source: Readable) -> Compressed:
+    """Read a file, given as a path, a binary file object or its bytes: every number as saved, bit for bit.
 
     Nothing in the file is executed, and every size in it is checked before memory is allocated.
 
@@ -61,14 +66,14 @@ def load(source: PathOrFile) -> Compressed:
 
 
 def loads(data: bytes) -> Compressed:
-    """Read the bytes of a file, see :func:`load`.
+    """Read the bytes that :meth:`Compressed.dumps` gave; :func:`load` takes them, too.
 
     >>> from pwfn.layout import Layout
     >>> layout = Layout.of(torch.nn.Linear(2, 1, bias=False))
     >>> loads(dumps(Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {}))).values().tolist()
     [0.5, -0.25]
     """
-    return load(io.BytesIO(data))
+    return load(data)
 
 
 class Sizes(NamedTuple):
@@ -86,13 +91,13 @@ class Sizes(NamedTuple):
 class Reader:
     """A .pwfn file with a checked header; everything else is decoded when asked for.
 
-    ``source`` is a path or a binary file object.
+    ``source`` is a path, a binary file object or the bytes of a file.
     """
 
-    def __init__(self, source: PathOrFile) -> None:
+    def __init__(self, source: Readable) -> None:
         self._name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
         self._tables_read: list[coder.Table] | None = None
-        with self._within():
+        with _in_memory(self._name), self._within():
             check_machine()
             self._data = _read(source)
             self.file_bytes = len(self._data)
@@ -154,7 +159,11 @@ class Reader:
         return {item.name: found[item.name] for item in wanted}
 
     def compressed(self) -> Compressed:
-        """Everything."""
+        """Everything; every checksum is compared."""
+        with _in_memory(self._name):
+            return self._decoded()
+
+    def _decoded(self) -> Compressed:
         header = self.header
         self._section("indices")  # its checksum, beside those of the streams
         indices = torch.empty(header.layout.size, dtype=self._index_dtype)
@@ -271,15 +280,39 @@ class Reader:
         return found
 
 
-def _read(source: PathOrFile) -> bytes:
+@contextmanager
+def _in_memory(name: str) -> Iterator[None]:
+    """A file that does not fit in memory is an error that a caller can expect."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # torch's words
+            raise
+        what = f"{name}: " if name else ""
+        raise FileError(f"{what}there is not enough memory to read it: free some, or use more") from error
+
+
+def _read(source: Readable) -> bytes:
     """All bytes of a file. The first few are checked before the rest is read, which may be large."""
-    if isinstance(source, (str, os.PathLike)):
-        try:
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        source = io.BytesIO(source)
+    try:
+        if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
                 return _read(file)
-        except OSError as error:
-            raise FileError(error.strerror or str(error)) from error
-    prefix = source.read(PREFIX.size)
+        prefix = b""
+        # A stream may give less than it is asked for, and nothing only at its end.
+        while more := source.read(PREFIX.size - len(prefix)):
+            if not isinstance(more, bytes):
+                raise FileError(f"the file object gives {type(more).__name__}: open it in binary mode ('rb')")
+            prefix += more
+        _check_prefix(prefix)
+        return prefix + source.read()
+    except OSError as error:
+        raise FileError(error.strerror or str(error)) from error
+
+
+def _check_prefix(prefix: bytes) -> None:
     if len(prefix) < PREFIX.size or prefix[:8] != MAGIC:
         raise FileError("this is not a .pwfn file")
     _, version, flags, size, raw_size, _ = PREFIX.unpack(prefix)
@@ -289,4 +322,3 @@ def _read(source: PathOrFile) -> bytes:
         raise FileError(f"the flags {flags:#06x} are not known here: update pwfn")
     if max(size, raw_size) > HEADER_LIMIT:
         raise FileError(f"the header claims {max(size, raw_size):,} bytes: 2^24 are allowed")
-    return prefix + source.read()

@@ -20,7 +20,7 @@ import torch
 
 from pwfn.errors import FileError
 from pwfn.file.coder import MOST_NUMBER
-from pwfn.file.content import Division
+from pwfn.file.content import Division, name_of
 from pwfn.layout import Attention, Entry, Kind, Layout, LeftOut
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
@@ -218,7 +218,7 @@ def _cuts(shape: tuple[int, ...], axis: int, count: int) -> bool:
 def _plain(value: Any) -> Any:
     """A dataclass or a type of numbers as JSON has it."""
     if isinstance(value, torch.dtype):
-        name = str(value).removeprefix("torch.")
+        name = name_of(value)
         if name not in _DTYPES:
             raise FileError(f"tensors of type {name} cannot be stored: convert them first")
         return name

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.fixing.condition import DAMPING, best_linear, fix_columns
+from pwfn.fixing.condition import DAMPING, best_linear, conditional_mean, fix_columns
 from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
 from pwfn.layout import Layout
 
@@ -28,6 +28,7 @@ MEMORY = 2 * 2**30
 _ROWS_PER_COLUMN = 32  # inputs per column of a layer's moments: more are not better
 _ROWS_PER_IMAGE = 64
 _WIDEST = 5120  # columns whose moments are kept together; wider layers are fixed in blocks of them
+_CLOSE = 1e-4  # relative residual of a conditional mean: rounding is far coarser
 _LARGEST_RATIO = 4.0  # by which a BatchNorm variance may change: a channel that vanished stays small
 
 
@@ -45,6 +46,9 @@ class Inputs(Protocol):
 class Conditioning:
     """Fixes every compressed weight of ``model``, a copy of ``original``, at a multiple of ``step``.
 
+    Without a step, weights that are ``fixed`` (one flat mask) stay as they are in ``model``, and the others
+    move to their conditional means.
+
     The copy's weights and BatchNorm statistics change in place. A statistic is corrected by what the
     compression changed: by the difference of means and the ratio of variances between the two networks
     on the same examples. It is never gathered afresh from so few. ``keeps_statistics``: it stays as it is.
@@ -55,12 +59,14 @@ class Conditioning:
         original: nn.Module,
         model: nn.Module,
         layout: Layout,
-        step: float,
+        step: float | None,
+        fixed: Tensor | None = None,
         damping: float = DAMPING,
         memory: int = MEMORY,
         keeps_statistics: bool = False,
     ) -> None:
         self.layout, self.step, self._damping, self._memory = layout, step, damping, memory
+        self._kept = fixed
         self._networks, self._keeps_statistics = (original, model), keeps_statistics
         self._weights = Weights(original, layout), Weights(model, layout)
         self._fixed = [torch.zeros(e.size, dtype=torch.bool) for e in layout.entries]
@@ -149,17 +155,20 @@ class Conditioning:
     def _fix(self, product: Product, group: Sequence[_Lane]) -> None:
         """Fix one layer, given the inputs of the images in flight."""
         name = self.layout.entries[product.weight.entry].name
-        model = self._weights[1]
         positions = product.positions()
-        matrix = model.memory(product.weight.entry)[positions].float()
         bias = product.bias
         if bias is not None and self._is_fixed(bias):
             product = Product(product.weight, None, product.inputs, product.convolution)
             bias = None
-        if bias is not None:
-            rows = bias.positions(positions.device)
-            column = model.memory(bias.entry)[rows].float().reshape(*matrix.shape[:2], 1)
-            matrix = torch.cat([matrix, column], -1)
+        rows = None if bias is None else bias.positions(positions.device)
+
+        def matrix_of(memory: Callable[[int], Tensor]) -> Tensor:
+            found = memory(product.weight.entry)[positions]
+            if bias is None:
+                return found
+            return torch.cat([found, memory(bias.entry)[rows].reshape(*found.shape[:2], 1)], -1)
+
+        matrix = matrix_of(self._weights[0].memory).float()
         columns = matrix.shape[-1]
         images = sum(lane.size for lane in group)
         limit = -(-max(_ROWS_PER_IMAGE * images, _ROWS_PER_COLUMN * columns) // len(group))
@@ -176,10 +185,22 @@ class Conditioning:
             if dead:
                 self.dead[name] = self.dead.get(name, 0) + dead
             target = best_linear(matrix[..., block], cross, moments, self._damping)
-            values[..., block] = fix_columns(target, moments, self.step, self._damping)
+            if self.step is not None:
+                values[..., block] = fix_columns(target, moments, self.step, self._damping)
+                continue
+            own, kept = (matrix_of(of)[..., block] for of in (self._weights[1].memory, self._kept_memory))
+            values[..., block] = conditional_mean(target, own.float(), kept, moments, self._damping, _CLOSE)
         self._write(product.weight, positions, values[..., : positions.shape[-1]])
-        if bias is not None:
+        if bias is not None and rows is not None:
             self._write(bias, rows, values[..., -1].reshape(rows.shape))
+
+    def _kept_memory(self, entry: int) -> Tensor:
+        """Which weights of a parameter stay, in the order of its memory."""
+        parameter, span = self._weights[1].parameters[entry], self.layout.entries[entry].span
+        assert self._kept is not None
+        mask = torch.empty_like(parameter, dtype=torch.bool)  # with the strides of the parameter
+        mask.copy_(self._kept[span].view(parameter.shape))
+        return mask.as_strided((parameter.numel(),), (1,))
 
     def _write(self, place: Place, positions: Tensor, values: Tensor) -> None:
         memory = self._weights[1].memory(place.entry)
@@ -192,15 +213,16 @@ class Conditioning:
         own, original = zip(*(lane.statistics() for lane in group), strict=True)
         mean, variance = _pooled(own)
         mean_before, variance_before = _pooled(original)
-        ratio = ((variance + layer.eps) / (variance_before + layer.eps)).clamp(
-            1 / _LARGEST_RATIO, _LARGEST_RATIO
-        )
+        ratio = (variance + layer.eps) / (variance_before + layer.eps)
+        ratio = ratio.clamp(1 / _LARGEST_RATIO, _LARGEST_RATIO)
         layer.running_mean += (mean - mean_before).to(layer.running_mean)
         changed = (layer.running_var.double() + layer.eps) * ratio - layer.eps
         layer.running_var.copy_(changed.clamp_min(0))
 
     def _round_the_rest(self) -> None:
         """Weights that no operation used go to the nearest multiple."""
+        if self.step is None:
+            return
         for number, entry in enumerate(self.layout.entries):
             free = ~self._fixed[number]
             if bool(free.any()):
@@ -213,15 +235,12 @@ class Conditioning:
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know about layers that could not be conditioned."""
-        notes = []
         silent = [name for name in self.silent if len(self.layout.entry(name).shape) > 1]
-        if silent:
-            notes.append(
-                f"{len(silent)} weights were rounded without looking at their inputs, because no image "
-                f"reached them or their layer is of another kind: {', '.join(silent[:3])}"
-                f"{', …' if len(silent) > 3 else ''}"
-            )
-        return tuple(notes)
+        note = (
+            f"{len(silent)} weights were rounded without looking at their inputs, because no image reached "
+            f"them or their layer is of another kind: {', '.join(silent[:3])}{', …' if len(silent) > 3 else ''}"
+        )
+        return (note,) if silent else ()
 
 
 class _Lane:

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from pwfn.config.changes import Settings
 from pwfn.errors import FileError, PwfnError, cause
 from pwfn.evaluate.targets import pareto
+from pwfn.export.command import input_sizes
 from pwfn.lab.costs import MOST_TERMS, Cost, Storage, cost_sheet
 from pwfn.report import formats
 from pwfn.report.figures import figures, sigma, style
 from pwfn.report.figures.accuracy import reliability
 from pwfn.report.reading import MODEL, UNCERTAINTY, Round, RunData, measure, names
-from pwfn.report.repeat import Settings, compress_command, load_code
+from pwfn.report.repeat import compress_command, load_code
 from pwfn.run.resolve import network_of
 from pwfn.version import __version__
 from pwfn.zoo import models
@@ -41,9 +43,17 @@ FORMATS = {
 }
 
 
-def page(runs: Sequence[RunData]) -> str:
-    """The page of one run, or of several side by side; the same runs give the same bytes."""
-    views = [view(run, name, n) for n, (run, name) in enumerate(zip(runs, names(runs), strict=True), 1)]
+def page(runs: Sequence[RunData], model: str | None = None, input_shape: str | None = None) -> str:
+    """The page of one run, or of several side by side; the same runs give the same bytes.
+
+    ``model`` is the network of runs whose file cannot be made from the name in it, ``input_shape`` the shape
+    of one input if the network does not tell, such as ``3,224,224``.
+    """
+    shape = None if input_shape is None else input_sizes(input_shape)
+    views = [
+        {**view(run, name, number), "costs": _costs(run, model, shape)}
+        for number, (run, name) in enumerate(zip(runs, names(runs), strict=True), 1)
+    ]
     drawn, measured = figures(runs), measure(runs).capitalize()
     sections = {
         "accuracy": f"{measured} against size" if len(runs) == 1 else "Side by side",
@@ -125,7 +135,6 @@ def view(run: RunData, name: str, number: int) -> dict[str, Any]:
         "parts": sorted(((words, n) for words, n in parts.items() if n), key=lambda part: -part[1]),
         "formats": [(FORMATS.get(key, key), n) for key, n in file.rivals().items()],
         "states": _states(run),
-        "costs": _costs(run),
         "uncertainty": _uncertainty(run, number),
     }
 
@@ -159,24 +168,38 @@ def _states(run: RunData) -> list[tuple[Round, bool]]:
     return list(zip(run.states, pareto(points), strict=True))
 
 
-def _costs(run: RunData) -> dict[str, Any]:
-    """The cost sheet of a network that can be made from the name in its file; else why there is none."""
+def _costs(run: RunData, model: str | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """The cost sheet of a network that can be made from its name; else why there is none.
+
+    A file cannot make the report run code, so a network of the user's own must be named by the user. That it
+    cannot be made is then an error.
+    """
+    record = run.compressed.record
+    asked = model if str(record.get("model") or "python:").startswith("python:") else None
     try:
-        name = models.recorded(run.compressed.record)
+        name = asked or models.recorded(record)
         network = network_of(run.compressed, name)
-        shape = models.input_shape(name, network)
+        shape = shape or models.input_shape(name, network)
         if shape is None:
-            raise PwfnError(f"the input shape of {name!r} is not known")
+            raise PwfnError(
+                f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224"
+            )
         sheet = cost_sheet(run.compressed, network, torch.zeros(1, *shape), file=run.folder / MODEL)
     except PwfnError as error:
+        if asked:
+            raise
         return {"trouble": str(error)}
-    traffic = sheet.whole.traffic
     return {
         "trouble": "",
         "products": [(kind, n) for kind, n in _products(sheet.whole).items() if n],
-        "traffic": [(FORMATS[storage], traffic.of(storage)) for storage in Storage],
         "energy": [
-            (each.arithmetic.replace("_", " "), FORMATS[each.storage], each) for each in sheet.whole.energy
+            (
+                each.arithmetic.replace("_", " "),
+                FORMATS[each.storage],
+                sheet.whole.traffic.of(each.storage),
+                each,
+            )
+            for each in sheet.whole.energy
         ],
         "assumptions": sheet.assumptions,
     }

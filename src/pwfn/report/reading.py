@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +71,14 @@ class History:
         )
 
 
+class Rival(NamedTuple):
+    """Another row of the table that a run belongs to: mean accuracy over its seeds, and the largest file."""
+
+    label: str
+    accuracy: float
+    file_bytes: int
+
+
 @dataclass(frozen=True)
 class RunData:
     """What a run has left in its folder."""
@@ -128,6 +138,27 @@ class RunData:
         """The names that the run was started with: in its record, or beside it if a table started it."""
         path = self.folder / ASKED
         return {**(read_json(path) if path.is_file() else {}), **dict(self.record.get("asked") or {})}
+
+    @cached_property
+    def rivals(self) -> tuple[Rival, ...]:
+        """Other methods on the same network, if ``pwfn compare`` made the run in OUT/<model>/<row>/<seed>."""
+        folders = Path(os.path.abspath(self.folder)).parents
+        paths = sorted(folders[2].glob("results/*.json")) if len(folders) > 2 else []
+        found = [result for result in map(_result, paths) if result and result["model"] == self.model]
+        digest = hashlib.sha256((self.folder / MODEL).read_bytes()).hexdigest()
+        own = {result["label"] for result in found if result.get("file_sha256") == digest}
+        others: dict[str, list[Mapping[str, Any]]] = {}
+        for result in found if own else ():  # the results of another table than this run's say nothing
+            if result["label"] not in own and result.get("method") != "baseline":
+                others.setdefault(result["label"], []).append(result)
+        return tuple(
+            Rival(
+                label,
+                statistics.fmean(result["top1"] for result in seeds),
+                max(result["file_bytes"] for result in seeds),
+            )
+            for label, seeds in others.items()
+        )
 
     @property
     def uncertainty(self) -> Mapping[str, Any] | None:
@@ -230,6 +261,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise FileError(f"{path}: holds a {type(found).__name__}, not a JSON object: restore or remove it")
     return found
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    """What ``pwfn compare`` measured of a run; None for any other file, which may lie there."""
+    try:
+        found = read_json(path)
+    except FileError:
+        return None
+    kinds = {"model": str, "label": str, "top1": float, "file_bytes": int}
+    return found if all(isinstance(found.get(key), kind) for key, kind in kinds.items()) else None
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The demo: train a small network on scikit-learn's digits, then compress it as ``pwfn compress`` does."""
+"""The demo: train a small network on the digits of the package, and compress it as ``pwfn compress`` does."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from pwfn.compress import compress
 from pwfn.config import Config
 from pwfn.errors import ConfigError, FileError
 from pwfn.evaluate.verdict import LOGGER
+from pwfn.file.format import load
 from pwfn.file.header import Posterior
 from pwfn.file.storage import clear_leftovers, make_folder, replacing
 from pwfn.progress import Progress, StepEvent
@@ -221,6 +222,7 @@ class _Journal(logging.Handler):
         asked = {name: getattr(self._options, name) for name in _ASKED}
         record = {
             **result.to_dict(),
+            "content_sha256": load(self._folder / "model.pwfn").content_sha256(),
             "identity": found.identity,
             "asked": asked,
             "machine": _machine(self._distributed),

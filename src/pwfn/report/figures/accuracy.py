@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pwfn.evaluate.targets import pareto
 from pwfn.report.figures import style
-from pwfn.report.figures.style import DASHED, INK, SERIES, Figure
-from pwfn.report.formats import short, size, thousands
+from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
+from pwfn.report.formats import clean, short, size, thousands
 from pwfn.report.reading import RunData, measure
 
 if TYPE_CHECKING:
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None:
-    """Accuracy against bytes: the networks before in fp32, the files, and the states on the way."""
+    """Accuracy against bytes: the networks before in fp32, the files, the states on the way, and rivals.
+
+    Of one run also the sizes of other formats, whose accuracy nobody measured.
+    """
     scored = [(run, name, run.after) for run, name in zip(runs, names, strict=True) if run.after is not None]
     if not scored:
         return None
@@ -32,8 +35,27 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         if math.isfinite(state.accuracy) and state.file_bytes
     ]
 
+    only = scored[0][0] if len(scored) == 1 else None
+    rivals = only.rivals if only is not None and what == "accuracy" else ()
+    formats = {key: n for key, n in only.file.rivals().items() if key != "fp32"} if only is not None else {}
+
     def draw(sheet: Sheet) -> None:
         panel = sheet.subplots()
+        for key, n in formats.items():
+            panel.axvline(n, color=INK, linewidth=0.9, linestyle=":", alpha=0.6)
+            place: dict[str, Any] = {
+                "xytext": (3, -2),
+                "textcoords": "offset points",
+                "va": "top",
+                "fontsize": 8.5,
+            }
+            panel.annotate(key, (n, 1), xycoords=("data", "axes fraction"), **place)
+        for number, rival in enumerate(rivals):
+            mark = MARKERS[1 + number % (len(MARKERS) - 1)]
+            hollow: dict[str, Any] = {"markerfacecolor": "none", "markersize": 6}
+            hollow["color"] = SERIES[1 + number % (len(SERIES) - 1)]
+            label = clean(rival.label)[:26]
+            panel.plot([rival.file_bytes], [100 * rival.accuracy], mark, label=label, **hollow)
         if states:
             label = "other states"
             panel.plot(*zip(*states, strict=True), "o", color=INK, alpha=0.35, markeredgewidth=0, label=label)
@@ -57,7 +79,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         panel.margins(x=0.12, y=0.12)
         style.logarithmic(panel.xaxis, thousands)
         style.accuracy_axis(panel, what)
-        sheet.legend(loc="outside right upper")
+        sheet.legend(loc="outside lower left", ncols=2)
 
     told = [
         f"{name}, {after:.2%} at {size(file_bytes)}"
@@ -65,16 +87,27 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         if on
     ]
     before = [f"before compression {b:.2%} at {size(n)} in fp32" for n, b in sorted(originals)]
+    before += [f"{rival.label} {rival.accuracy:.2%} at {size(rival.file_bytes)}" for rival in rivals]
+    before += [f"{key} would take {size(n)}" for key, n in formats.items()]
     several = f"Of {len(scored)} runs, those that no other beats in both {what} and size: "
     return Figure(
         key="accuracy",
         title=f"{what.capitalize()} against size",
         how_to_read="Up and to the left is better."
         + (" The dashed line joins the runs that no other beats in both." if len(scored) > 1 else "")
-        + (" Small dots are the network after each round, or at each step that was tried." if states else ""),
+        + (" Small dots are the network after each round, or at each step that was tried." if states else "")
+        + (" Hollow marks are other methods of the same table." if rivals else "")
+        + (" Dotted lines are sizes of other formats, whose accuracy was not measured." if formats else ""),
         alt=f"{several if len(scored) > 1 else ''}{'; '.join([*told, *before])}.",
         draw=draw,
-        height=2.9,
+        height=2.9 + 0.2 * math.ceil((len(scored) + len(rivals) + bool(states) + bool(originals)) / 2),
+        width=style.NARROW,
+        table=(
+            ("", what, "bytes"),
+            tuple((rival.label, f"{rival.accuracy:.2%}", f"{rival.file_bytes:,}") for rival in rivals),
+        )
+        if rivals
+        else None,
     )
 
 

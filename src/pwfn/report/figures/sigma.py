@@ -126,8 +126,11 @@ def _outline(histogram: Histogram, least: float) -> tuple[list[float], list[floa
 def mu_and_sigma(run: RunData) -> Figure | None:
     """Mu against sigma of a few layers, at the start (above) and after the last fixing (below)."""
     pairs = run.history.samples
-    if not pairs:
+    sigmas = {value for pair in pairs for sample in pair for value in sample.sigma}
+    if len(sigmas) < 2:  # of one sigma there is nothing to see
         return None
+    smallest = min((value for value in sigmas if value > 0), default=1.0)
+    lowest = max(math.floor(math.log2(smallest)) - 1, _LOWEST)
     count = min(_LAYERS, len(pairs))
     chosen = [pairs[round(i * (len(pairs) - 1) / max(count - 1, 1))] for i in range(count)]
 
@@ -137,11 +140,11 @@ def mu_and_sigma(run: RunData) -> Figure | None:
         axes = sheet.subplots(2, count, squeeze=False, sharey=True, sharex="col")
         for number, pair in enumerate(chosen):
             for row, (sample, color) in enumerate(zip(pair, SERIES, strict=False)):
-                _cloud(axes[row][number], sample, color)
+                _cloud(axes[row][number], sample, color, lowest)
             axes[0][number].set_title(short(pair[0].name.removesuffix(".weight"), 15))
             axes[1][number].set_xlabel("mu")
             axes[1][number].xaxis.set_major_locator(MaxNLocator(3, symmetric=True))
-        style.powers_of_two(axes[0][0].yaxis, 4)
+        style.powers_of_two(axes[0][0].yaxis, 4 if lowest < -10 else 2)
         axes[0][0].set_ylabel("sigma at the start")
         axes[1][0].set_ylabel("sigma at the end")
 
@@ -162,10 +165,11 @@ def mu_and_sigma(run: RunData) -> Figure | None:
     )
 
 
-def _cloud(axes: Axes, sample: Sample, color: str) -> None:
+def _cloud(axes: Axes, sample: Sample, color: str, lowest: int) -> None:
     """A dot per weight; equal ones are one spot whose area grows with their number."""
-    lowest = 2.0**_LOWEST
-    places = Counter((mu, math.log2(max(s, lowest))) for mu, s in zip(sample.mu, sample.sigma, strict=True))
+    places = Counter(
+        (mu, math.log2(max(s, 2.0**lowest))) for mu, s in zip(sample.mu, sample.sigma, strict=True)
+    )
     by_size: dict[float, list[tuple[float, float]]] = {}
     for place, count in places.items():
         by_size.setdefault(2.4 * 2 ** (math.floor(math.log2(count)) / 2), []).append(place)

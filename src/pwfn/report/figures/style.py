@@ -30,6 +30,8 @@ SERIES = ("#0072b2", "#c65300", "#00855f", "#a8518a", "#8a6a00", "#3a8fc4")
 DASHED: Any = (0, (4, 3))
 MARKERS = "osD^vPX*"
 _WIDTH = 7.2  # inches
+NARROW = 4.5
+"""Width of a figure that fits on a phone."""
 
 Numbers = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
 """A header, and rows."""
@@ -46,6 +48,7 @@ class Figure:
     draw: Callable[[Sheet], None]
     height: float  # inches
     table: Numbers | None = None  # the numbers behind it
+    width: float = _WIDTH
 
 
 _SETTINGS: Any = {
@@ -104,7 +107,8 @@ def svg(figure: Figure) -> str:
         body = body.replace(color, f"var(--figure-{number}, {color})")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box.group(1)}" role="img" '
-        f'aria-label="{escape(clean(figure.alt))}" fill="currentColor">'
+        f'aria-label="{escape(clean(figure.alt))}" fill="currentColor" '
+        f'style="--share: {figure.width / _WIDTH:.3f}">'  # of the width that the page gives a figure
         + body.replace(INK, "currentColor").strip()
     )
 
@@ -132,7 +136,7 @@ def _save(figure: Figure, target: Any, **how: Any) -> None:
     with warnings.catch_warnings(), mpl.rc_context(mpl.rcParamsDefault), mpl.rc_context(settings):
         # A name may hold any character; the page has fonts for those that this one lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        sheet = Sheet(figsize=(_WIDTH, figure.height))
+        sheet = Sheet(figsize=(figure.width, figure.height))
         figure.draw(sheet)
         sheet.savefig(target, **how)
 
