@@ -238,7 +238,7 @@ class Conditioning:
         silent = [name for name in self.silent if len(self.layout.entry(name).shape) > 1]
         note = (
             f"{len(silent)} weights were rounded without looking at their inputs, because no image reached "
-            f"them or their layer is of another kind: {', '.join(silent[:3])}{', …' if len(silent) > 3 else ''}"
+            f"them or their layer is of another kind: {', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
         )
         return (note,) if silent else ()
 
