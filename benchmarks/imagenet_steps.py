@@ -243,7 +243,7 @@ def counts(case: Case) -> dict[str, float]:
     return {
         "training": sum(phase.epochs for phase in plan),
         "polish": finish.polish_epochs,
-        "reestimation": (1 + (finish.polish_epochs > 0)) * finish.reestimate_epochs,
+        "reestimation": (1 + (finish.polish_epochs > 0)) * (finish.reestimate_epochs or 0.0),
         "scorings": len(plan),
         "fp32_scorings": 3 + case.row.plan.samples,  # before, after, the file, and its samples
     }

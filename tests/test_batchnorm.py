@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn import Config, GaussianNetwork
+from pwfn import Config, GaussianNetwork, compress
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.batchnorm import reestimate_batchnorm
+from pwfn.bayes.method import METHODS
 from pwfn.errors import DataError
+from pwfn.lab.baselines import find
+
+find("lsq")  # registers the rivals
 
 
 def source(loader: Iterable[Any]) -> Source:
@@ -138,3 +142,83 @@ def test_statistics_are_as_they_were_after_an_error_in_the_middle() -> None:
         reestimate_batchnorm(net, wrong, 2, "here")
     assert all(torch.equal(buffer, before[name]) for name, buffer in net.model[1].named_buffers())
     assert net.model[1].momentum == 0.1
+
+
+# Statistics that the user wants to keep
+
+
+class Freezing(nn.Sequential):
+    """As in detection: ``train()`` leaves BatchNorm in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Freezing:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def frozen_by_hand(model: nn.Module) -> nn.Module:
+    model.train().get_submodule("1").eval()
+    return model
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "by its train()": (lambda *layers: Freezing(*layers), {}),
+    "by hand": (lambda *layers: frozen_by_hand(nn.Sequential(*layers)), {}),
+    "by the setting": (lambda *layers: nn.Sequential(*layers).eval(), {"finish.reestimate_epochs": "off"}),
+}
+
+
+def kept_model(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(8)
+    nn.init.normal_(layer.running_mean)
+    nn.init.uniform_(layer.running_var, 0.5, 2.0)
+    model: nn.Module = MODELS[how][0](nn.Linear(6, 8), layer, nn.ReLU(), nn.Linear(8, 3))
+    return model
+
+
+SHORT = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": [1.0, 1.0], "posterior.init": "rms"}
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("target", [None, 8.0])
+@pytest.mark.parametrize("how", MODELS)
+def test_frozen_statistics_stay_and_batches_of_one_work(how: str, target: float | None, size: int) -> None:
+    data = [(torch.randn(size, 6), torch.randint(0, 3, (size,))) for _ in range(8)]
+    config = Config().override(
+        {**SHORT, **MODELS[how][1], "target.bits": target, "posterior.init": "tolerance"}
+    )
+    config = config.override({"posterior.tolerance": 0.01})
+    model = kept_model(how)
+    result = compress(model, data, data, config)
+    for name, before in model.named_buffers():
+        assert torch.equal(result.compressed.untouched[name], before), name
+    assert not torch.equal(result.compressed.untouched["1.weight"], model.get_parameter("1.weight"))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "q-vit"])
+def test_every_method_keeps_statistics_where_the_setting_says_so(name: str) -> None:
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(8)]
+    changes = {"finish.reestimate_epochs": "off", "finish.fold_batchnorm": False}
+    changes["finish.uncompressed_dtype"] = "float32"
+    rounds = {"schedule.fractions": [1.0], "schedule.epochs_per_round": [1.0]}
+    config = Config.preset("recommended", name).override(
+        {**changes, **(rounds if name != "conditioned" else {})}
+    )
+    model = kept_model("by the setting")
+    result = compress(model, data, data, config)
+    for key, before in model.named_buffers():
+        assert torch.equal(result.compressed.untouched[key], before), key
+
+
+def test_a_model_in_evaluation_mode_is_not_frozen() -> None:
+    """It is how most models are given: only a layer that differs from the module around it was frozen."""
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(8)]
+    model = kept_model("by the setting")
+    for given in (
+        model.eval(),
+        nn.Sequential(model),
+    ):  # the second is in training mode, and what is in it is not
+        result = compress(given, data, config=Config().override(SHORT))
+        found = [value for key, value in result.compressed.untouched.items() if key.endswith("running_mean")]
+        assert not torch.equal(found[0], model.get_buffer("1.running_mean"))

@@ -1249,3 +1249,17 @@ def test_a_preset_may_be_given_by_name() -> None:
     assert same(compress(model, data, preset="paper"), compress(model, data, config=Config.preset("paper")))
     with pytest.raises(ConfigError, match="give config or preset, not both"):
         compress(model, data, config=Config(), preset="quick")
+
+
+@pytest.mark.parametrize("preset", ["recommended", "quick"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_the_callers_mode_of_autograd_does_not_matter(mode: Any, preset: str) -> None:
+    made = classification()
+    config = Config.preset(preset).override({"schedule.fractions": [1.0]})
+    wanted = compress(made.model, made.train, made.val, config)
+    with mode():
+        data = [(x.clone(), y.clone()) for x, y in made.train]  # tensors that autograd does not take
+        found = compress(copy.deepcopy(made.model), data, made.val, config)
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert not torch.is_grad_enabled()
+    assert dumps(found.compressed) == dumps(wanted.compressed)

@@ -8,7 +8,9 @@ import itertools
 import math
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
@@ -969,3 +971,19 @@ def test_values_are_those_a_narrow_model_can_hold() -> None:
     net.fix(1.0)
     compressed = net.finish()
     assert torch.equal(compressed.values(), compressed.dense_state_dict()["weight"].float().reshape(-1))
+
+
+def test_threads_may_share_a_network_in_evaluation_mode() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.002)  # another thread begins or ends its pass meanwhile
+            return super().forward(x)
+
+    net = GaussianNetwork(nn.Sequential(Slow(4, 4), Slow(4, 3))).eval()
+    inputs = torch.randn(24, 2, 4)
+    with torch.no_grad():
+        wanted = [net(x) for x in inputs]
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(net, inputs))
+    assert all(map(torch.equal, found, wanted))
+    assert torch.equal(copy.deepcopy(net)(inputs[0]), wanted[0])  # which has a lock of its own

@@ -142,7 +142,8 @@ def test_a_state_dict_holds_tensors_only_and_brings_back_the_records() -> None:
     assert other.records == net.records
 
 
-def test_trainer_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer_of_transformers(checkpointing: bool, tmp_path: Path) -> None:
     """Trains, evaluates and saves a Gaussian network as any model; fixed weights do not move."""
     ready_torchvision()  # which transformers imports
     transformers = pytest.importorskip("transformers")
@@ -155,6 +156,7 @@ def test_trainer_of_transformers(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=3,
+        gradient_checkpointing=checkpointing,
         save_steps=3,
         per_device_train_batch_size=4,
         remove_unused_columns=False,

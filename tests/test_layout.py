@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pwfn import Config, GaussianNetwork, Layout, LayoutError
+from pwfn import Config, GaussianNetwork, Layout, LayoutError, compress
 from pwfn.layout import Attention, Kind, untouched
 from pwfn.zoo.models import digits_resnet, timm_model
 
@@ -336,6 +337,23 @@ def test_other_layers_are_left_out_unless_included() -> None:
     assert_every_weight_counts(with_lstm, x)
 
 
+@pytest.mark.parametrize("preset", ["recommended", "paper", "quick"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_compressed_by_a_whole_run(kind: type[nn.RNNBase], preset: str) -> None:
+    """A recurrent layer keeps a list of its weights, which must be those of each pass."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    model.recurrent = kind(4, 6, 2, bidirectional=True)
+    model.head = nn.Linear(12, 2)
+    data = [(torch.randn(8, 5, 4), torch.randn(8, 5, 2)) for _ in range(3)]
+    changes = {"layout.include": ["type:RNNBase"], "posterior.init": "rms"}
+    config = Config.preset(preset).override(changes)
+    result = compress(model, data, data, config, nn.functional.mse_loss)
+    names = {entry.name for entry in result.compressed.layout.entries}
+    assert names == set(dict(model.named_parameters()))
+    assert result.after.loss == result.fixed.loss  # of the network while it is compressed, and of the file
+
+
 def test_reparametrised_weight_is_left_out_and_says_so() -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
     net = assert_same_output(model, torch.randn(2, 4))
@@ -628,3 +646,38 @@ def test_heads_of_projections() -> None:
     assert [entry.attention for entry in pair.entries] == [None, None]
     fused = Layout.of(Projections({"c_attn": 36}, num_heads=2))
     assert fused.entries[0].attention == Attention(("q", "k", "v"), 2, 0)
+
+
+class Elsewhere(nn.Module):
+    """Uses a weight that its modules have, but not by way of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        if how == "function":
+            self.weight_of = lambda: self.first.weight
+        else:
+            kept: Any = {"list": [self.first.weight], "dictionary": {0: self.first.weight}}[how]
+            self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.kept[0] if hasattr(self, "kept") else self.weight_of()
+        return self.second(self.first(x)) + weight.norm()
+
+
+@pytest.mark.parametrize("preset", ["recommended", "paper"])
+@pytest.mark.parametrize("how", ["list", "dictionary", "function"])
+def test_a_weight_that_a_model_also_has_elsewhere_is_refused_by_name(how: str, preset: str) -> None:
+    """It would not be that of the pass, and the network another function."""
+    data = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(3)]
+    with pytest.raises(LayoutError, match=r"first\.weight"):
+        compress(Elsewhere(how), data, config=Config.preset(preset))
+
+
+def test_a_weight_that_is_only_kept_elsewhere_does_no_harm() -> None:
+    model = Elsewhere("list")
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(GaussianNetwork(model))))
+    assert torch.equal(copied.mu, GaussianNetwork(model).mu)
+    excluded = GaussianNetwork(model, Config().override({"layout.exclude": ["first.weight"]})).eval()
+    x = torch.randn(2, 4)
+    assert torch.equal(excluded(x), model.eval()(x))

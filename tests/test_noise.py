@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from cases import numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn import Config, GaussianNetwork, compress
+from pwfn import Config, DataError, GaussianNetwork, compress
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.objective import Objective
@@ -124,3 +126,86 @@ def test_a_distilled_run_needs_no_labels() -> None:
     unlabelled = starting_sigma(0.1, [x for x, _ in DATA], distill=True)
     assert torch.equal(unlabelled, starting_sigma(0.1, distill=True))
     assert not torch.equal(unlabelled, starting_sigma(0.1))
+
+
+# Losses that are not in nats
+
+
+class InUnits(nn.Module):
+    """A regression whose outputs and targets are in another unit."""
+
+    def __init__(self, model: nn.Module, unit: float) -> None:
+        super().__init__()
+        self.model, self.unit = model, unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit * self.model(x)
+
+
+def regression(unit: float) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A trained network for a smooth function of four numbers with values from 0 to 1, then in the unit."""
+    x = numbers(1024, 4)
+    y = torch.sigmoid(2 * x[:, :1].sin() + x[:, 1:2] * x[:, 2:3])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for _ in range(15):
+        for a, b in zip(x.split(32), y.split(32), strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+    return InUnits(model, unit).eval(), [(a, unit * b) for a, b in zip(x.split(32), y.split(32), strict=True)]
+
+
+def share_explained(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> float:
+    """R^2."""
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    with torch.no_grad():
+        return 1 - float(F.mse_loss(model(x), y) / y.var(correction=0))
+
+
+def absolute(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, absolute, nn.SmoothL1Loss()], ids=str)
+@pytest.mark.parametrize("distill", [False, True])
+def test_the_unit_of_a_regression_does_not_matter(loss_fn: Any, distill: bool) -> None:
+    """Without training, which has a learning rate in units of the loss: the same values, bit for bit."""
+    still = {"training.learning_rate": 0.0, "training.weight_decay": 0.0, "finish.polish_epochs": 0.0}
+    config = Config().override({**still, "schedule.epochs_per_round": [0.01] * 10})
+    found = []
+    for unit in (2.0**-7, 1.0, 2.0**7):
+        model, data = regression(unit)
+        result = compress(model, data, config=config, loss_fn=loss_fn, distill=loss_fn if distill else False)
+        found.append(result.compressed.values())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[1])
+
+
+def test_the_default_keeps_a_regression_with_small_targets() -> None:
+    model, data = regression(1.0)
+    before = share_explained(model, data)
+    result = compress(model, data, loss_fn=F.mse_loss)
+    after = share_explained(result.compressed.apply_to(copy.deepcopy(model)), data)
+    assert before > 0.97
+    assert after > before - 0.01
+
+
+def test_the_cost_of_noise_is_an_error_in_standard_deviations() -> None:
+    """Of a linear function it is known: noise s on its weights adds ``s^2 |x|^2`` to the variance."""
+    model = nn.Linear(200, 1, bias=False)
+    net = GaussianNetwork(model)
+    x = numbers(4096, 200)
+    nn.init.constant_(net.free_sigma, 0.01)
+    cost = noisy_loss(net, [Batch.of((x, x[:, :1]), CPU)], Objective(F.mse_loss), Distributed(CPU))
+    assert cost == pytest.approx(0.01 * 200**0.5 / float(model.weight.detach().norm()), rel=0.15)
+
+
+def test_an_output_without_tensors_says_what_to_set() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(mean=super().forward(x))
+
+    with pytest.raises(DataError, match=r"posterior\.init"):
+        compress(Odd(6, 3), DATA, loss_fn=lambda output, target: output.mean.square().mean())

@@ -18,10 +18,11 @@ from pwfn.bayes import kernels
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.optimizer import FlatAdamW, FlatSGD, optimizer_for
+from pwfn.bayes.optimizer import FlatAdamW, FlatDraw, FlatSGD, optimizer_for
 from pwfn.bayes.train import fit
 from pwfn.config import TrainingConfig
 from pwfn.errors import ConfigError, WeightError
+from pwfn.file.format import dumps
 from pwfn.zoo.models import digits_resnet
 
 CPU = torch.device("cpu")
@@ -423,3 +424,49 @@ def test_torchs_schedulers_scale_both_rates() -> None:
     take_step(optimizer)
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
+
+
+class Precise(nn.Module):
+    """A head that computes in float32, as many detectors and language models have, if asked."""
+
+    def __init__(self, precise: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.attention = nn.Linear(6, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head, self.precise = nn.Linear(8, 3), precise
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)[:, None].relu()
+        x = (x + self.attention(x, x, x)[0])[:, 0]
+        with torch.autocast("cpu", enabled=not self.precise and torch.is_autocast_enabled("cpu")):
+            return self.head(x.float() if self.precise else x)
+
+
+IN_BF16 = {
+    "training.precision": "bf16",
+    "schedule.fractions": [0.5, 1.0],
+    "schedule.epochs_per_round": [1, 1],
+}
+
+
+@pytest.mark.parametrize("precise", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_bf16_puts_narrow_weights_only_where_autocast_casts_all(
+    precise: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the result is the same, bit for bit, as with weights that autocast casts."""
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(6)]
+    config = Config().override({**IN_BF16, "posterior.init": "rms", "training.optimizer": optimizer})
+    seen: list[torch.dtype] = []
+    collect = FlatDraw.collect
+
+    def noted(draw: FlatDraw) -> Tensor:
+        seen.extend({leaf.dtype for leaf in draw.leaves})
+        return collect(draw)
+
+    monkeypatch.setattr(FlatDraw, "collect", noted)
+    found = compress(Precise(precise), data, config=config).compressed
+    wide = torch.float32 if precise else torch.bfloat16
+    assert seen == [torch.float32, *[wide] * 5] * 2
+    monkeypatch.setattr(FlatDraw, "_narrow_if_cast", lambda *_: None)
+    assert dumps(compress(Precise(precise), data, config=config).compressed) == dumps(found)

@@ -336,6 +336,27 @@ def test_saves_loads_copies_and_changes_type() -> None:
     assert torch.allclose(last(x), dense(x), rtol=1e-5, atol=1e-6)
 
 
+class Attending(nn.Module):
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **sizes)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys, values = x[..., : self.attention.kdim], x[..., : self.attention.vdim]
+        return self.head(self.attention(x, keys, values)[0])
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 4, "vdim": 6}], ids=["packed", "separate"])
+def test_attention_with_several_indexed_weights_can_be_pickled(sizes: dict[str, int]) -> None:
+    dense, small = both(Attending(**sizes))
+    x = torch.randn(2, 5, 8)
+    for model in (small, pickle.loads(pickle.dumps(small)), pickle.loads(pickle.dumps(copy.deepcopy(small)))):
+        torch.testing.assert_close(model(x), dense(x))
+        assert isinstance(model.attention, nn.MultiheadAttention)
+        assert not any("proj_weight" in name for name, _ in model.named_parameters())
+
+
 def test_autocast_works_as_for_dense_layers() -> None:
     dense, small = both(convnet())
     x = torch.randn(2, 3, 4, 4)

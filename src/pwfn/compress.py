@@ -283,9 +283,9 @@ class Run:
         polish = self.polish_steps
         # Statistics fit the point estimate, then the parameters the statistics, then once more.
         steps: tuple[tuple[bool, Callable[[FixedNetwork], object]], ...] = (
-            (finish.reestimate_epochs > 0, self._reestimate),
+            (bool(finish.reestimate_epochs), self._reestimate),
             (polish > 0, self._polish),
-            (finish.reestimate_epochs > 0 and polish > 0, self._reestimate),
+            (bool(finish.reestimate_epochs) and polish > 0, self._reestimate),
             (finish.shrinks, lambda net: shrink_uncompressed(net.model, finish)),
         )
         for number, (wanted, step) in enumerate(steps):
@@ -297,7 +297,7 @@ class Run:
         return self._result(net.finish())
 
     def _reestimate(self, net: FixedNetwork, batches: Stream | None = None) -> None:
-        steps = steps_in(self.config.finish.reestimate_epochs, self.batches_per_epoch)
+        steps = steps_in(self.config.finish.reestimate_epochs or 0.0, self.batches_per_epoch)
         reestimate_batchnorm(net, batches or self.batches, steps, "BatchNorm re-estimation", self.distributed)
 
     @property

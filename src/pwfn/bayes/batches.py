@@ -43,7 +43,8 @@ class Batch:
 
         def move(tensor: Tensor) -> Tensor:
             form = torch.channels_last if channels_last and tensor.dim() == 4 else torch.preserve_format
-            return tensor.to(device, non_blocking=True, memory_format=form)
+            moved = tensor.to(device, non_blocking=True, memory_format=form)
+            return moved.clone() if moved.is_inference() else moved  # autograd takes none made in that mode
 
         raw = _map(move, raw)
         if isinstance(raw, dict):

@@ -16,12 +16,20 @@ from pwfn.bayes.objective import evaluating
 
 
 def tracked(model: nn.Module) -> dict[str, _BatchNorm]:
-    """By name, the BatchNorm layers that update running statistics in training mode."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
-    }
+    """By name, the BatchNorm layers that update running statistics in training mode.
+
+    A layer that the model's own ``train()`` leaves in evaluation mode does not.
+    """
+    with evaluating(model):
+        model.train()
+        return {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm)
+            and module.track_running_stats
+            and module.running_mean is not None
+            and module.training
+        }
 
 
 @contextmanager

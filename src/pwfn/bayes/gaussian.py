@@ -103,8 +103,9 @@ class GaussianNetwork(Method):
         """Set sigma to the noise at which the loss has risen by ``posterior.tolerance``.
 
         One value for all free weights; see :func:`pwfn.bayes.sigma.tolerated_sigma`. ``loss`` is the
-        mean training loss of this network on the same batches with the same noise at every call.
-        ``compress`` calls this for you.
+        mean training loss of this network on the same batches with the same noise at every call, or another
+        cost of the noise. ``compress`` calls this for you; for losses other than cross entropy, with
+        :func:`pwfn.bayes.sigma.relative_error`.
 
         >>> net = GaussianNetwork(nn.Linear(3, 1), Config().override({"posterior.tolerance": 0.25}))
         >>> net.tolerate(lambda: net.sigma[0].item() ** 2)

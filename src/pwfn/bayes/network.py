@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import threading
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
@@ -22,6 +26,7 @@ class WeightNetwork(nn.Module):
     """A copy of a model without its compressed weights, which :meth:`weights` provides for each pass.
 
     The model given is not changed. The copy's other parameters (BatchNorm, tokens, …) are trained along.
+    Several threads may call it in evaluation mode; their passes run one after the other.
     """
 
     graph_safe: ClassVar[bool] = True  # a plain step runs the same kernels each time, as a CUDA graph needs
@@ -34,13 +39,24 @@ class WeightNetwork(nn.Module):
         self.layout = self.layout_of(model, self.settings)
         check_finite(self.layout.gather(model), self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
+        self._frozen = _frozen(self.model, self.settings)
         self._place(model.training)
+        self._given = _Given(model)
 
     def _place(self, training: bool) -> None:
         """Find where the weights belong in the model's copy; its layers keep their own modes."""
         self._places = _places(self.model, self.layout)
         self._is_placed = False
+        self._turn = _Turn()
+        self._given = _Given()
         self.training = training
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module; BatchNorm layers that keep their statistics stay in evaluation mode."""
+        super().train(mode)
+        for name in self._frozen:
+            self.model.get_submodule(name).eval()
+        return self
 
     @classmethod
     def layout_of(cls, model: nn.Module, config: Config) -> Layout:
@@ -74,6 +90,11 @@ class WeightNetwork(nn.Module):
         any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
         return bool(getattr(self.model, "accepts_loss_kwargs", any_keyword))
 
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        """That of a transformers model: its Trainer calls it for ``gradient_checkpointing=True``."""
+        model: Any = self.model
+        model.gradient_checkpointing_enable(**kwargs)
+
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
@@ -82,13 +103,39 @@ class WeightNetwork(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with :meth:`weights`."""
         if self._is_placed:
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
+            self._check_own(output)
+            return output
         # With gradients enabled even where the caller disabled them: torch chooses between matrix
         # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
             found = self.weights()
-        weights = {place.name: found[place.name] for place in self._places}
-        return functional_call(self.model, weights, args, kwargs, tie_weights=False)
+        if torch.compiler.is_compiling():
+            weights = {place.name: found[place.name] for place in self._places}
+            return functional_call(self.model, weights, args, kwargs, tie_weights=False)
+        pieces = [found[entry.name] for entry in self.layout.entries]
+        again = _Again(pieces) if torch.is_grad_enabled() else None
+        with self._holding(pieces if again is None else again.joined):
+            output = self.model(*args, **kwargs)
+        if again is not None:
+            self._check_own(output)
+            self._ready_backward(output, again)
+        return output
+
+    def _check_own(self, output: Any) -> None:
+        """Refuse a model whose copy uses parameters of the model given, once.
+
+        A function inside the model that refers to it is not copied.
+        """
+        if torch.compiler.is_compiling() or not self._given.parameters:
+            return
+        given, self._given = self._given.names(), _Given()
+        found = next((given[id(p)] for p in _trained(output) if id(p) in given), None)
+        if found is not None:
+            raise LayoutError(
+                f"a copy of the model still uses {found} of the original, from a function that refers to it: "
+                "make that function a method of the module"
+            )
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -96,15 +143,155 @@ class WeightNetwork(nn.Module):
 
         For an optimiser that draws the weights itself (:mod:`pwfn.bayes.optimizer`).
         """
-        try:
-            for place in self._places:
-                place.owner._parameters[place.leaf] = weights[place.entry]
+        with self._holding(weights):
             self._is_placed = True
-            yield
-        finally:
-            self._is_placed = False
-            for place in self._places:
-                place.owner._parameters[place.leaf] = None
+            try:
+                yield
+            finally:
+                self._is_placed = False
+
+    @contextmanager
+    def _holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        with self._turn.lock:
+            try:
+                self._hold(weights)
+                yield
+            finally:
+                self._hold(None)
+
+    def _hold(self, weights: Sequence[Tensor] | None) -> None:
+        """Put these weights in their places, or none."""
+        recurrent: list[nn.RNNBase] = []
+        for place in self._places:
+            place.owner._parameters[place.leaf] = None if weights is None else weights[place.entry]  # type: ignore[assignment]  # torch's own functional_call does it
+            if isinstance(place.owner, nn.RNNBase):
+                recurrent.append(place.owner)
+        for layer in recurrent:  # they keep a list of their own, and weak references to see whether it is old
+            layer._flat_weights = [getattr(layer, name) for name in layer._flat_weights_names]
+            layer._flat_weight_refs = [w if w is None else weakref.ref(w) for w in layer._flat_weights]
+
+    def _ready_backward(self, output: Any, again: _Again) -> None:
+        """Have backward find the weights of this pass: gradient checkpointing computes parts of it again."""
+
+        def begin(gradients: object) -> None:
+            self._hold(again.leaves)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            self._hold(None)
+            again.pass_on()
+
+        for node in {tensor.grad_fn for tensor in tensors_of(output)}:
+            if node is not None:
+                node.register_prehook(begin)
+
+
+class _Turn:
+    """One pass at a time: the weights are in the model itself meanwhile. A copy has a lock of its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[_Turn], tuple[()]]:
+        return _Turn, ()
+
+
+class _Given:
+    """The parameters of the model given, as long as it exists, until a pass has shown that none is used."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        parameters = model.named_parameters() if model is not None else ()
+        self.parameters = [(weakref.ref(parameter), name) for name, parameter in parameters]
+
+    def names(self) -> dict[int, str]:
+        """By identity."""
+        return {id(p): name for reference, name in self.parameters if (p := reference()) is not None}
+
+    def __reduce__(self) -> tuple[type[_Given], tuple[()]]:
+        return _Given, ()
+
+
+class _Again:
+    """The weights of one pass, for the parts of it that backward computes again.
+
+    Those parts use leaves: a re-entrant checkpoint runs a backward pass of its own, which would go through
+    the graph of the weights once for every part. Their gradients are added where the pass's own arrive.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._inner = [w for w in weights if w.requires_grad and not w.is_leaf]
+        joined = dict(zip(map(id, self._inner), _Join.apply(self, *self._inner), strict=True))  # type: ignore[no-untyped-call]
+        leaves = {id(w): w.detach().requires_grad_() for w in self._inner}
+        self.joined = [joined.get(id(w), w) for w in weights]
+        self.leaves = [leaves.get(id(w), w) for w in weights]
+        self._own = [leaves[id(w)] for w in self._inner]
+
+    def taken(self) -> list[Tensor | None]:
+        """The gradients of the leaves, which forget them."""
+        gradients = [leaf.grad for leaf in self._own]
+        for leaf in self._own:
+            leaf.grad = None
+        return gradients
+
+    def pass_on(self) -> None:
+        """Where the pass's own backward did not come to the weights, take the leaves' gradients there."""
+        found = [(w, g) for w, g in zip(self._inner, self.taken(), strict=True) if g is not None]
+        if found:
+            torch.autograd.backward([w for w, _ in found], [g for _, g in found])
+
+
+class _Join(torch.autograd.Function):
+    """The weights as they are; backward adds the gradients of the leaves.
+
+    It is older than every node of the model, so that autograd comes to it after all of them.
+    """
+
+    @staticmethod
+    def forward(again: _Again, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The same tensors."""
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        """Keep where the leaves are."""
+        ctx.again = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Their gradients, from the pass itself and from what was computed again."""
+        pairs = zip(gradients, ctx.again.taken(), strict=True)
+        return None, *(g if more is None else more if g is None else g + more for g, more in pairs)
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """The tensors of a model's output, which may be a structure of them.
+
+    >>> [x.item() for x in tensors_of({"logits": torch.tensor(1), "states": [torch.tensor(2), None]})]
+    [1, 2]
+    """
+    if isinstance(output, Tensor):
+        yield output
+        return
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
+        output = vars(output)
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    for item in output if isinstance(output, (tuple, list)) else ():
+        yield from tensors_of(item)
+
+
+def _trained(output: Any) -> Iterator[Tensor]:
+    """The parameters that an output depends on, by its graph."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
 
 
 def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
@@ -114,10 +301,9 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     what is trained or kept beside the vector, so that ``parameters()`` and ``state_dict()`` do too.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    covered = [parameters[entry.name] for entry in layout.entries]
-    stand_in = nn.Parameter(torch.empty(0), requires_grad=False)
+    covered = {id(parameters[entry.name]): _Absent.of(entry.name) for entry in layout.entries}
     try:
-        hollow = copy.deepcopy(model, {id(parameter): stand_in for parameter in covered})
+        hollow = copy.deepcopy(model, dict(covered))
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise LayoutError(
             f"{type(model).__name__} cannot be copied ({error}): remove what copy.deepcopy cannot "
@@ -128,6 +314,47 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
             layer, _, leaf = name.rpartition(".")
             hollow.get_submodule(layer).register_parameter(leaf, None)
     return hollow
+
+
+def _frozen(model: nn.Module, config: Config) -> list[str]:
+    """BatchNorm layers that keep their statistics: all if the settings say so, else those frozen by hand.
+
+    That is, in evaluation mode, inside of a module in training mode.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    layers = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    by_hand = [name for name in layers if not modes[name] and name and modes[name.rpartition(".")[0]]]
+    return layers if config.finish.keeps_statistics else by_hand
+
+
+class _Absent(nn.Parameter):
+    """In place of a compressed parameter, wherever a model holds it besides its modules: in a list, say.
+
+    The weights of a pass cannot come there, so that a model that uses it would compute something else.
+    """
+
+    @classmethod
+    def of(cls, name: str) -> _Absent:
+        made = cls(torch.empty(0), requires_grad=False)
+        made.absent = name
+        return made
+
+    absent: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [item for item in tensors_of((args, kwargs or {})) if isinstance(item, _Absent)]
+        raise LayoutError(
+            f"the model uses {found[0].absent if found else 'a parameter'} from outside of its modules, such "
+            "as a list, where compressed weights cannot be put: use the module's own attribute, or leave the "
+            "parameter out with layout.exclude"
+        )
+
+    def __deepcopy__(self, memo: Any) -> _Absent:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Absent.of, (self.absent,)
 
 
 class _Place(NamedTuple):

@@ -7,15 +7,17 @@ to rounding, as torch's own optimiser with ``net.penalty()``, in fewer passes ov
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn.bayes import kernels
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.method import Method
+from pwfn.bayes.network import tensors_of
 from pwfn.config import OptimizerName, Precision, TrainingConfig
 from pwfn.errors import WeightError
 
@@ -37,16 +39,18 @@ class FlatDraw:
         self.offsets = kernels.free_offsets(net.fixed)
         self.free = int((~net.fixed).sum())
         self._mask, self._version = net.fixed, net.fixed._version
+        self.narrower: torch.dtype | None = None  # to draw in from the second step on, if autocast allows it
+        self._casts: _Casts | None = None
         self._values = torch.empty_like(net.free_mu.detach(), dtype=dtype)
-        pieces = self._values.split([entry.size for entry in net.layout.entries])
-        shapes = [entry.shape for entry in net.layout.entries]
-        self.leaves = [nn.Parameter(p.view(shape)) for p, shape in zip(pieces, shapes, strict=True)]
+        self.leaves = [nn.Parameter(piece) for piece in net.layout.pieces(self._values)]
 
     @contextmanager
     def drawn(self, seed: int, step: int) -> Iterator[None]:
         """Within the block the network has the weights of this step."""
         net = self.net
         self.check_mask()
+        if self._casts is not None:
+            self._narrow_if_cast(self._casts)
         kernels.draw_(
             self._values,
             net.free_mu,
@@ -58,8 +62,18 @@ class FlatDraw:
             step=step,
             noise_on_fixed=net.settings.posterior.noise_on_fixed,
         )
-        with net.placed(self.leaves):
+        if self.narrower is not None:
+            self._casts = _Casts(self._values, self.narrower)
+        with net.placed(self.leaves), self._casts or nullcontext():
             yield
+
+    def _narrow_if_cast(self, casts: _Casts) -> None:
+        """Where autocast has cast every weight, draw them in its type: the same numbers, in one pass less."""
+        if casts.only:
+            self._values = self._values.to(casts.dtype)
+            for leaf, piece in zip(self.leaves, self.net.layout.pieces(self._values), strict=True):
+                leaf.data = piece
+        self.narrower = self._casts = None
 
     @torch.no_grad()
     def collect(self) -> Tensor:
@@ -102,6 +116,30 @@ class FlatDraw:
             raise WeightError(
                 "weights were fixed, loaded or moved since the optimiser was made: make a new one after that"
             )
+
+
+class _Casts(TorchDispatchMode):
+    """Within the block, watch whether weights are used in any other way than to be cast to a type.
+
+    A part of a model may run without autocast, or have operations that autocast leaves in float32.
+    """
+
+    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.only, self.dtype = True, dtype
+        self._memory = range(values.data_ptr(), values.data_ptr() + values.nbytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operation, then carry it out."""
+        kwargs = kwargs or {}
+        if self.only and any(map(self._is_weight, tensors_of((args, kwargs)))):
+            cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype
+            returned = [result.alias_info for result in func._schema.returns]
+            self.only = cast or any(alias is not None and not alias.is_write for alias in returned)  # a view
+        return func(*args, **kwargs)
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and tensor.data_ptr() in self._memory
 
 
 class _Flat(torch.optim.Optimizer):
@@ -288,11 +326,12 @@ def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, fused: bool
     plain = all(entry.dtype == net.layout.dtype for entry in net.layout.entries)
     if isinstance(net, GaussianNetwork) and fused and plain and config.precision is not Precision.FP16:
         net.share_storage()
+        flat: dict[str, Any] = {**rates, "clip_norm": config.clip_norm, "seed": seed}
+        optimizer = FlatAdamW(net, **flat) if adamw else FlatSGD(net, momentum=MOMENTUM, **flat)
         # Autocast leaves float64 as it is.
-        half = config.precision is Precision.BF16 and net.free_mu.dtype == torch.float32
-        dtype = torch.bfloat16 if half else None
-        flat: dict[str, Any] = {**rates, "clip_norm": config.clip_norm, "dtype": dtype, "seed": seed}
-        return FlatAdamW(net, **flat) if adamw else FlatSGD(net, momentum=MOMENTUM, **flat)
+        if config.precision is Precision.BF16 and net.free_mu.dtype == torch.float32:
+            optimizer.flat.narrower = torch.bfloat16
+        return optimizer
     groups = net.parameter_groups(**rates)
     if adamw:
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=_fused(groups))

@@ -26,7 +26,7 @@ def rank_seed(seed: int, rank: int) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within the block all random states start from the seed, and cuDNN is deterministic.
+    """Within the block all random states start from the seed, cuDNN is deterministic, gradients are recorded.
 
     Afterwards every state is restored, so that a run does not affect its caller.
     """
@@ -36,7 +36,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cudnn = torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark
-    with torch.random.fork_rng(devices=cuda):
+    with torch.random.fork_rng(devices=cuda), torch.inference_mode(False), torch.enable_grad():
         try:
             torch.manual_seed(seed)
             random.seed(seed)

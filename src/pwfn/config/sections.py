@@ -85,7 +85,7 @@ class PosteriorConfig(Section):
     tolerance: float = setting(
         0.1,
         Number(0, above_low=True),
-        'for init = "tolerance": how much the noise may raise the loss (nats, for cross entropy)',
+        'for init = "tolerance": cost of noise in nats; for other losses, in standard deviations of outputs',
     )
     alpha: float = setting(2**-11, Number(0), "strength of the regulariser, where sigma is trained")
     cap: float = setting(0.05, Number(0, above_low=True), "S: the regulariser ignores sigma above it")
@@ -176,8 +176,10 @@ class FinishConfig(Section):
     """After the last round, with every compressed weight fixed."""
 
     _name = "finish"
-    reestimate_epochs: float = setting(
-        1.0, Number(0), "epochs of data for new BatchNorm statistics, with noise off; 0: keep them"
+    reestimate_epochs: float | None = setting(
+        1.0,
+        Number(0, optional=True),
+        'epochs of data for new BatchNorm statistics, noise off; 0: those of training; "off": never change',
     )
     polish_epochs: float = setting(1.0, Number(0), "epochs of training of the uncompressed parameters alone")
     fold_batchnorm: bool = setting(
@@ -186,6 +188,11 @@ class FinishConfig(Section):
     uncompressed_dtype: UncompressedDtype = setting(
         UncompressedDtype.FLOAT32, Choice(UncompressedDtype), "round the uncompressed tensors to this type"
     )
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether BatchNorm keeps the statistics of the model given, in training too."""
+        return self.reestimate_epochs is None
 
     @property
     def shrinks(self) -> bool:

@@ -51,7 +51,7 @@ class Conditioning:
 
     The copy's weights and BatchNorm statistics change in place. A statistic is corrected by what the
     compression changed: by the difference of means and the ratio of variances between the two networks
-    on the same examples. It is never gathered afresh from so few.
+    on the same examples. It is never gathered afresh from so few. ``keeps_statistics``: it stays as it is.
     """
 
     def __init__(
@@ -63,10 +63,11 @@ class Conditioning:
         fixed: Tensor | None = None,
         damping: float = DAMPING,
         memory: int = MEMORY,
+        keeps_statistics: bool = False,
     ) -> None:
         self.layout, self.step, self._damping, self._memory = layout, step, damping, memory
         self._kept = fixed
-        self._networks = original, model
+        self._networks, self._keeps_statistics = (original, model), keeps_statistics
         self._weights = Weights(original, layout), Weights(model, layout)
         self._fixed = [torch.zeros(e.size, dtype=torch.bool) for e in layout.entries]
         self._done: set[Place | str] = set()
@@ -145,10 +146,10 @@ class Conditioning:
         if not group:
             return False
         found = group[0].found
-        if isinstance(found, Normalisation):
-            self._correct(found.layer, group)
-        else:
+        if not isinstance(found, Normalisation):
             self._fix(found, group)
+        elif not self._keeps_statistics:
+            self._correct(found.layer, group)
         return True
 
     def _fix(self, product: Product, group: Sequence[_Lane]) -> None:
@@ -212,9 +213,8 @@ class Conditioning:
         own, original = zip(*(lane.statistics() for lane in group), strict=True)
         mean, variance = _pooled(own)
         mean_before, variance_before = _pooled(original)
-        ratio = ((variance + layer.eps) / (variance_before + layer.eps)).clamp(
-            1 / _LARGEST_RATIO, _LARGEST_RATIO
-        )
+        ratio = (variance + layer.eps) / (variance_before + layer.eps)
+        ratio = ratio.clamp(1 / _LARGEST_RATIO, _LARGEST_RATIO)
         layer.running_mean += (mean - mean_before).to(layer.running_mean)
         changed = (layer.running_var.double() + layer.eps) * ratio - layer.eps
         layer.running_var.copy_(changed.clamp_min(0))
@@ -235,15 +235,12 @@ class Conditioning:
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know about layers that could not be conditioned."""
-        notes = []
         silent = [name for name in self.silent if len(self.layout.entry(name).shape) > 1]
-        if silent:
-            notes.append(
-                f"{len(silent)} weights were rounded without looking at their inputs, because no image "
-                f"reached them or their layer is of another kind: {', '.join(silent[:3])}"
-                f"{', …' if len(silent) > 3 else ''}"
-            )
-        return tuple(notes)
+        note = (
+            f"{len(silent)} weights were rounded without looking at their inputs, because no image reached "
+            f"them or their layer is of another kind: {', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
+        )
+        return (note,) if silent else ()
 
 
 class _Lane:

@@ -192,7 +192,7 @@ class _Journal(logging.Handler):
         if progress is not None:
             title += f"; resuming after round {self._rounds} and {batches:,} batches"
         # Statistics of noisy training do not fit the point estimate: its accuracy would say little.
-        fits = config.finish.reestimate_epochs == 0 or not tracked(found.model)
+        fits = not config.finish.reestimate_epochs or not tracked(found.model)
         for view in self._views:
             view.begin(title, progress.rounds if progress else (), metric=found.measure if fits else "")
 

@@ -134,7 +134,7 @@ def forecast(
     fixings_of_states = (tries - 1) * try_seconds if run.searches else states * max(fixings)
     scorings = 2 + states + (0 if run.searches else rounds)
     # A forward pass takes about a third of the time of a step, which goes forward and back.
-    passes = (1 + polish + states) * steps_in(config.finish.reestimate_epochs, run.batches_per_epoch)
+    passes = (1 + polish + states) * steps_in(config.finish.reestimate_epochs or 0, run.batches_per_epoch)
     batch_seconds = step_seconds / config.training.accumulate
     return Forecast(
         step_seconds=step_seconds,

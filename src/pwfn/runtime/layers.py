@@ -7,6 +7,8 @@ input gets a gradient, the weight does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -160,14 +162,22 @@ def read_as_dense(module: nn.Module, leaf: str, indexed: IndexedWeight) -> None:
 
 def _add_property(module: nn.Module, leaf: str) -> None:
     # A property belongs to a class, so this module gets a class of its own, as torch's parametrisations do.
-    own = type(module)
-    made = property(lambda self: getattr(self, f"indexed_{leaf}").dense())
-    reduce = {"__reduce__": lambda self: (_restored, (own, leaf), self.__dict__)}
-    module.__class__ = type(own.__name__, (own,), {leaf: made, "__module__": own.__module__, **reduce})
+    # It may have one already, for another parameter; pickle can name only the class that is behind it.
+    made: type[nn.Module] = type(module)
+    own, leaves = getattr(made, "_pwfn_dense", (made, ()))
+    content = {name: property(_reader(name)) for name in (*leaves, leaf)}
+    reduce = lambda self: (_restored, (own, tuple(content)), self.__dict__)  # noqa: E731
+    facts = {"__module__": own.__module__, "__reduce__": reduce, "_pwfn_dense": (own, tuple(content))}
+    module.__class__ = type(own.__name__, (own,), {**content, **facts})
 
 
-def _restored(own: type[nn.Module], leaf: str) -> nn.Module:
+def _reader(leaf: str) -> Callable[[nn.Module], Tensor]:
+    return lambda module: getattr(module, f"indexed_{leaf}").dense()
+
+
+def _restored(own: type[nn.Module], leaves: Sequence[str]) -> nn.Module:
     """An empty module of such a class, for unpickling."""
     module = own.__new__(own)
-    _add_property(module, leaf)
+    for leaf in leaves:
+        _add_property(module, leaf)
     return module
