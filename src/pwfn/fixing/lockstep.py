@@ -8,17 +8,16 @@ as many as fit; they run through the layers that are fixed without a pause.
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
 from pwfn.fixing.condition import DAMPING, best_linear, conditional_mean, fix_columns
+from pwfn.fixing.lanes import Inputs, Lane, Pass, key_of, pooled, sharing_copy
 from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
 from pwfn.layout import Layout
 
@@ -30,17 +29,6 @@ _ROWS_PER_IMAGE = 64
 _WIDEST = 5120  # columns whose moments are kept together; wider layers are fixed in blocks of them
 _CLOSE = 1e-4  # relative residual of a conditional mean: rounding is far coarser
 _LARGEST_RATIO = 4.0  # by which a BatchNorm variance may change: a channel that vanished stays small
-
-
-class Inputs(Protocol):
-    """Some examples that can be put through a model."""
-
-    @property
-    def size(self) -> int:
-        """Number of examples."""
-
-    def through(self, model: nn.Module, where: str) -> object:
-        """The model's output for them."""
 
 
 class Conditioning:
@@ -80,7 +68,7 @@ class Conditioning:
         with _plain_attention():
             bytes_at = self._bytes_at(batches[0])
             waiting = [self._lane(batch, number) for number, batch in enumerate(batches)][::-1]
-            active: list[_Lane] = []
+            active: list[Lane] = []
             try:
                 while waiting or active:
                     while waiting and (not active or self._has_room(active, bytes_at)):
@@ -103,14 +91,14 @@ class Conditioning:
                     lane.close()
         self._round_the_rest()
 
-    def _lane(self, batch: Inputs, number: int) -> _Lane:
+    def _lane(self, batch: Inputs, number: int) -> Lane:
         passes = [
-            _Pass(network, weights, batch, self._stops)
+            Pass(network, weights, batch, self._stops)
             for network, weights in zip(self._networks, self._weights, strict=True)
         ]
-        return _Lane(passes[0], passes[1], number)
+        return Lane(passes[0], passes[1], number)
 
-    def _has_room(self, active: Sequence[_Lane], bytes_at: dict[Place | str, int]) -> bool:
+    def _has_room(self, active: Sequence[Lane], bytes_at: dict[Place | str, int]) -> bool:
         """Whether one more lane fits, at the depth of the first; unknown where no size was seen there."""
         need = bytes_at.get(active[0].key, 0) * active[0].size
         return 0 < need * (len(active) + 1) <= self._memory
@@ -131,7 +119,7 @@ class Conditioning:
         def note(found: Product | Normalisation) -> None:
             # The input, the output and a residual branch, in two networks.
             size = 6 * found.inputs.numel() * found.inputs.element_size() // max(batch.size, 1)
-            sizes.setdefault(_key(found), size)
+            sizes.setdefault(key_of(found), size)
 
         with Watch(self._weights[0], note):
             batch.through(sharing_copy(self._networks[0]), "the first images")
@@ -140,7 +128,7 @@ class Conditioning:
             largest = sizes[key] = max(largest, sizes[key])
         return sizes
 
-    def _handle(self, group: Sequence[_Lane]) -> bool:
+    def _handle(self, group: Sequence[Lane]) -> bool:
         """Do what the layer needs; False where no input has reached it, as with an expert without tokens."""
         group = [lane for lane in group if lane.found.inputs.numel()]
         if not group:
@@ -152,7 +140,7 @@ class Conditioning:
             self._correct(found.layer, group)
         return True
 
-    def _fix(self, product: Product, group: Sequence[_Lane]) -> None:
+    def _fix(self, product: Product, group: Sequence[Lane]) -> None:
         """Fix one layer, given the inputs of the images in flight."""
         name = self.layout.entries[product.weight.entry].name
         positions = product.positions()
@@ -207,12 +195,12 @@ class Conditioning:
         memory[positions] = values.to(memory.dtype)
         self._fixed[place.entry][positions.cpu()] = True
 
-    def _correct(self, name: str, group: Sequence[_Lane]) -> None:
+    def _correct(self, name: str, group: Sequence[Lane]) -> None:
         """Shift and scale the running statistics of a BatchNorm layer by what compression changed."""
         layer: Any = self._networks[1].get_submodule(name)  # it has statistics and an eps
         own, original = zip(*(lane.statistics() for lane in group), strict=True)
-        mean, variance = _pooled(own)
-        mean_before, variance_before = _pooled(original)
+        mean, variance = pooled(own)
+        mean_before, variance_before = pooled(original)
         ratio = (variance + layer.eps) / (variance_before + layer.eps)
         ratio = ratio.clamp(1 / _LARGEST_RATIO, _LARGEST_RATIO)
         layer.running_mean += (mean - mean_before).to(layer.running_mean)
@@ -243,136 +231,7 @@ class Conditioning:
         return (note,) if silent else ()
 
 
-class _Lane:
-    """A few examples on their way through both networks."""
-
-    def __init__(self, original: _Pass, own: _Pass, number: int) -> None:
-        self._original, self._own, self._number = original, own, number
-        self.size = own.size
-
-    @property
-    def found(self) -> Product | Normalisation:
-        """The operation at which they wait."""
-        assert self._own.found is not None
-        return self._own.found
-
-    @property
-    def key(self) -> Place | str:
-        """The layer at which they wait."""
-        return _key(self.found)
-
-    def advance(self) -> bool:
-        """Run both networks to the next layer; False at the end."""
-        at = self._own.found and self.key
-        going = self._own.advance()
-        # Where control flow depends on the data, the original waits for the copy at a layer not yet fixed.
-        if not self._original.waits or (self._original.found and _key(self._original.found) == at):
-            self._original.advance()
-        if not going:
-            self.close()
-        return going
-
-    def inputs(self, limit: int, without_bias: bool) -> tuple[Tensor, Tensor]:
-        """The layer's inputs in the copy and in the original, at the same positions."""
-        own = self.found
-        assert isinstance(own, Product)
-        other = self._original.found
-        # Where control flow depends on the data, the networks may be at different layers, or have sent
-        # different examples to this one.
-        original = own
-        if isinstance(other, Product) and other.weight == own.weight:
-            original = other if other.inputs.shape == own.inputs.shape else own
-        if without_bias:
-            own = Product(own.weight, None, own.inputs, own.convolution)
-            original = Product(original.weight, None, original.inputs, original.convolution)
-        return own.rows(limit, self._number).float(), original.rows(limit, self._number).float()
-
-    def statistics(self) -> tuple[_Statistics, _Statistics]:
-        """Mean and variance of each channel in the copy and in the original."""
-        other = self._original.found
-        same = isinstance(other, Normalisation) and other.layer == self.key and other.inputs.numel()
-        original = other if same and other is not None else self.found
-        return _statistics(self.found.inputs), _statistics(original.inputs)
-
-    def close(self) -> None:
-        """End both passes."""
-        self._own.close()
-        self._original.close()
-
-
-_Stops = Callable[[Product | Normalisation], bool]
-
-
-class _Stopped(BaseException):
-    """Ends a pass that is not needed any more."""
-
-
-class _Pass:
-    """A forward pass that can pause: it runs in a thread of its own, only while :meth:`advance` waits."""
-
-    def __init__(self, model: nn.Module, weights: Weights, batch: Inputs, stops: _Stops) -> None:
-        self.size = batch.size
-        self.found: Product | Normalisation | None = None
-        self._failure: BaseException | None = None
-        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._closing = False
-        self._stops = stops
-
-        def pause(found: Product | Normalisation) -> None:
-            if self._closing:  # a model may have caught the first one
-                raise _Stopped
-            if stops(found):
-                self.found = found
-                self._paused.release()
-                self._go.acquire()
-                if self._closing:
-                    raise _Stopped
-
-        def run() -> None:
-            self._go.acquire()
-            try:
-                if not self._closing:
-                    with torch.no_grad(), Watch(weights, pause):
-                        batch.through(sharing_copy(model), "conditioning")
-            except _Stopped:
-                pass
-            except BaseException as error:  # raised again in the thread that waits
-                self._failure = error
-            self.found = None
-            self._ended = True
-            self._paused.release()
-
-        self._ended = False
-        self._thread = threading.Thread(target=run, daemon=True)
-
-    def advance(self) -> bool:
-        """Run to the next layer; False at the end of the network."""
-        if self._ended:
-            return False
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._go.release()
-        self._paused.acquire()
-        if self.found is None:
-            self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-        return self.found is not None
-
-    @property
-    def waits(self) -> bool:
-        """Whether it has come to a layer that is still to be fixed."""
-        return self.found is not None and self._stops(self.found)
-
-    def close(self) -> None:
-        """End the pass where it waits or, after an interrupt, at the next layer."""
-        self._closing = True
-        if self._thread.is_alive():
-            self._go.release()
-            self._thread.join()
-
-
-def _moments(group: Sequence[_Lane], limit: int, block: slice, without_bias: bool) -> tuple[Tensor, Tensor]:
+def _moments(group: Sequence[Lane], limit: int, block: slice, without_bias: bool) -> tuple[Tensor, Tensor]:
     """``E[x' x'^T]`` of some columns of the inputs in the copy, and ``E[x x'^T]`` with the original's."""
     moments: Tensor | float = 0.0
     cross: Tensor | float = 0.0
@@ -385,33 +244,6 @@ def _moments(group: Sequence[_Lane], limit: int, block: slice, without_bias: boo
     assert isinstance(moments, Tensor)
     assert isinstance(cross, Tensor)
     return moments / count, cross / count
-
-
-_Statistics = tuple[int, Tensor, Tensor]  # number of values per channel, mean, variance
-
-
-def _statistics(inputs: Tensor) -> _Statistics:
-    axes = [0, *range(2, inputs.dim())]
-    variance, mean = torch.var_mean(inputs.float(), axes, correction=0)
-    return inputs.numel() // max(inputs.shape[1], 1), mean.double(), variance.double()
-
-
-def _pooled(parts: Sequence[_Statistics]) -> tuple[Tensor, Tensor]:
-    """Mean and variance over all parts."""
-    total = sum(count for count, _, _ in parts)
-    mean = sum((count / total * m for count, m, _ in parts), torch.zeros_like(parts[0][1]))
-    spread = (count / total * (v + (m - mean) ** 2) for count, m, v in parts)
-    return mean, sum(spread, torch.zeros_like(mean))
-
-
-def _key(found: Product | Normalisation) -> Place | str:
-    return found.layer if isinstance(found, Normalisation) else found.weight
-
-
-def sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy that shares all tensors: models may keep values on their modules during a pass."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @contextmanager

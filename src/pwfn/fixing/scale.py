@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pwfn.fixing.condition import damped
-from pwfn.fixing.lockstep import Inputs, sharing_copy
+from pwfn.fixing.lanes import Inputs, sharing_copy
 from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
 from pwfn.layout import Layout
 
