@@ -168,7 +168,10 @@ def absolute(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().mean()
 
 
-@pytest.mark.parametrize("loss_fn", [F.mse_loss, absolute, nn.SmoothL1Loss()], ids=["squared", "absolute", "smooth"])
+_LOSSES = {"squared": F.mse_loss, "absolute": absolute, "smooth": nn.SmoothL1Loss()}
+
+
+@pytest.mark.parametrize("loss_fn", _LOSSES.values(), ids=_LOSSES)
 @pytest.mark.parametrize("distill", [False, True])
 def test_the_unit_of_a_regression_does_not_matter(loss_fn: Any, distill: bool) -> None:
     """Without training, which has a learning rate in units of the loss: the same values, bit for bit."""
