@@ -50,7 +50,13 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "The preset quick",
         "1,024 training images without their labels, no training. The step is a fraction of the root mean "
         "square of all weights; `quick` without a step finds its own.",
-        ("conditioned_resnet20", "conditioned_resnet56"),
+        (
+            "conditioned_resnet20",
+            "conditioned_resnet56",
+            "conditioned_resnet18",
+            "conditioned_vgg16",
+            "conditioned_vit_tiny",
+        ),
     ),
     "sigma": (
         "Where sigma comes from",

@@ -91,6 +91,19 @@ class Batch:
         size = self.size
         return self._mapped(lambda x: x[start:stop] if x.dim() > 0 and x.shape[0] == size else x)
 
+    def mixed(self, share: float) -> Batch:
+        """Every example with ``1 - share`` of its neighbour added to ``share`` of itself.
+
+        Batches with tensors of whole numbers, such as tokens, stay as they are.
+
+        >>> Batch((torch.tensor([[0.0], [10.0]]),), {}, None).mixed(0.75).args[0].tolist()
+        [[2.5], [7.5]]
+        """
+        size, found = self.size, list(_tensors((self.args, self.kwargs)))
+        if not all(x.is_floating_point() and x.dim() > 0 and x.shape[0] == size for x in found):
+            return self
+        return replace(self._mapped(lambda x: share * x + (1 - share) * x.roll(1, 0)), target=None)
+
     def cloned(self) -> Batch:
         """A copy with its own tensors."""
         return self._mapped(Tensor.clone)

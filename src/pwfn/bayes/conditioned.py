@@ -36,6 +36,7 @@ _PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the n
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
 _TRIES = 5
 _POWER = 2.5  # the distance grows about so fast with the step
+_SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
 
@@ -105,6 +106,7 @@ class ConditionedNetwork(Method):
         """Fix all weights at multiples of :attr:`grid_step`; where that is None, it is found first."""
         batches = self._parts(self.options.images)
         used, kept = _divided(batches)
+        kept = [batch.mixed(_SHARE) for batch in kept]
         if not self._is_scaled:
             self._scale_if_smaller(used, kept)
         if self.grid_step is None:
@@ -170,8 +172,9 @@ class ConditionedNetwork(Method):
     def _found_step(self, used: Sequence[Batch], kept: Sequence[Batch]) -> float:
         """A step at which the outputs are as far from the original's as the tolerance allows, about.
 
-        They are compared on images that the tries do not use: a wide layer can fit any outputs on the images
-        that it was fixed with.
+        They are compared on images that the tries do not use, because a wide layer can fit any outputs on the
+        images that it was fixed with; and on mixtures of two, because the outputs for an image that the
+        network was trained with hardly move, which says little about new ones.
         """
         tolerance = self.options.tolerance
         step = dyadic(_FIRST * self._root_mean_square)
@@ -204,8 +207,7 @@ class ConditionedNetwork(Method):
         """Squared error of the outputs relative to their variance, ``sum |z' - z|^2 / sum |z - mean|^2``.
 
         Class scores are compared after their mean over the classes is subtracted, which softmax ignores.
-        Unlike a divergence it does not depend on how confident the network is: on images that it was
-        trained with, that says little about others.
+        Unlike a divergence it does not depend on how confident the network is.
         """
         original = self._original[0].to(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
