@@ -39,7 +39,7 @@ clean:
 	rm -rf $(VENV) build dist
 
 # torch first and alone: it is the one package whose pinned build must be there before others ask for it.
-$(VENV)/demo.stamp: pyproject.toml constraints.txt
+$(VENV)/demo.stamp: pyproject.toml constraints.txt hatch_build.py src/pwfn/file/native.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e .

@@ -150,11 +150,14 @@ def _bytes_at_most(tensor: Tensor, width: int) -> int:
 
 
 def _tensor_facts(reader: Reader, values: Tensor) -> list[TensorFacts]:
+    tables = {
+        stream.first: len(stream.model.to_bytes())
+        for stream in reader.streams()
+        if reader.header.tensors[stream.first].has_model
+    }
     facts = []
-    header = reader.header
-    for entry, tensor, table in zip(header.layout.entries, header.tensors, reader.tables(), strict=True):
+    for n, (entry, size) in enumerate(zip(reader.header.layout.entries, reader.index_bytes(), strict=True)):
         pool = Pool.of(values[entry.span])
-        own = len(table.to_bytes()) if tensor.own_table else 0
         facts.append(
             TensorFacts(
                 name=entry.name,
@@ -162,9 +165,9 @@ def _tensor_facts(reader: Reader, values: Tensor) -> list[TensorFacts]:
                 weights=pool.weights,
                 unique=pool.unique,
                 entropy_bits=pool.entropy_bits,
-                index_bytes=tensor.bytes,
-                table_bytes=own,
-                bits_per_weight=8 * (tensor.bytes + own) / pool.weights,
+                index_bytes=size,
+                table_bytes=tables.get(n, 0),
+                bits_per_weight=8 * (size + tables.get(n, 0)) / pool.weights,
             )
         )
     return facts

@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from pwfn.errors import FileError
+from pwfn.file import native
 
 Integers: TypeAlias = NDArray[np.integer]
 
@@ -31,6 +32,7 @@ WORST_RATIO = 1024
 
 _SMALL_BLOCK = 2**20
 _NUMBER_BYTES = 7  # of the largest number in LEB128
+_MOST_INTERVALS = 2**20
 _ROUNDS = 1000  # of choosing tables; far fewer are needed
 _STEP = 2**16  # symbols decoded at a time: they stay in the processor's cache until they are looked up
 
@@ -98,6 +100,20 @@ class Table:
         """The model of the coder: the rank of each symbol, with its share as probability."""
         return constriction.stream.model.Categorical(self.counts / self.total, perfect=False)
 
+    @cached_property
+    def intervals(self) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+        """What the model computes of 2^24: where the interval of each rank starts, and the rank at each 2^12.
+
+        Every rank has at least one; the rest is shared out by probability, in float64, as constriction does.
+        """
+        size = len(self.counts)
+        # accumulate adds one by one, as constriction does; sum would add in pairs.
+        upto = np.add.accumulate(np.append(0.0, self.counts / self.total))
+        left = (upto * ((2**24 - size) / upto[-1])).astype(np.uint32) + np.arange(size + 1, dtype=np.uint32)
+        left[-1] = 2**24
+        first = np.searchsorted(left, np.arange(0, 2**24, 2**12), side="right") - 1
+        return left, first.astype(np.int32)
+
 
 def counts_of(symbols: Integers) -> NDArray[np.int64]:
     """How often each symbol 0, 1, 2, … occurs; like ``np.bincount``, without a 64-bit copy of the symbols."""
@@ -129,8 +145,19 @@ def decode(stream: bytes, table: Table, count: int, dtype: DTypeLike = np.int32)
         if stream:
             raise FileError("the stream has bytes where the table leaves nothing to code")
         return np.full(count, table.symbols[0] if count else 0, dtype)
-    symbols = table.symbols.astype(dtype)
     found = np.empty(count, dtype)
+    lib = native.library()
+    if lib is not None and found.itemsize <= 4 and len(table.symbols) < _MOST_INTERVALS:
+        words = coder_words(stream)
+        left, first = table.intervals
+        where = (native.address(a) for a in (left, first, table.symbols))
+        ended = lib.pwfn_ans_decode(
+            native.address(words), len(words), *where, count, native.address(found), found.itemsize
+        )
+        if not ended:
+            raise FileError("the stream does not end after its last symbol")
+        return found
+    symbols = table.symbols.astype(dtype)
     coder = coder_of(stream)
     for start in range(0, count, _STEP):
         part = found[start : start + _STEP]
@@ -142,12 +169,17 @@ def decode(stream: bytes, table: Table, count: int, dtype: DTypeLike = np.int32)
 
 def coder_of(stream: bytes) -> constriction.stream.stack.AnsCoder:
     """A coder that is about to decode a stream."""
+    return constriction.stream.stack.AnsCoder(coder_words(stream))
+
+
+def coder_words(stream: bytes) -> NDArray[np.uint32]:
+    """The words of a stream."""
     if len(stream) % 4:
         raise FileError(f"the stream has {len(stream):,} bytes: a multiple of 4 is needed")
-    try:
-        return constriction.stream.stack.AnsCoder(np.frombuffer(stream, "<u4").astype(np.uint32))
-    except ValueError:
-        raise FileError("the stream was not made by the coder: its last word is zero") from None
+    words = np.frombuffer(stream, "<u4").astype(np.uint32)
+    if len(words) and words[-1] == 0:
+        raise FileError("the stream was not made by the coder: its last word is zero")
+    return words
 
 
 def _ranks(symbols: Integers, table: Table) -> NDArray[np.int32]:

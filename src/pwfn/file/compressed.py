@@ -94,17 +94,18 @@ class Compressed(Content):
             )
         return self.codebooks[0]
 
-    def dumps(self, *, posterior: str | None = None) -> bytes:
+    def dumps(self, *, posterior: str | None = None, version: int = writer.VERSION) -> bytes:
         """The bytes of a .pwfn file, for :func:`pwfn.loads`.
 
         ``posterior`` is ``"centre"`` (one sigma per codebook value), ``"weight"`` (the exact sigma of every
-        weight) or ``"none"``. The default is ``"centre"`` for a network that has a posterior.
+        weight) or ``"none"``. The default is ``"centre"`` for a network that has a posterior. ``version`` is
+        that of the format: files of version 1 are larger, and faster to read and write.
 
         >>> layout = Layout.of(nn.Linear(2, 1, bias=False))
         >>> Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {}).dumps()[1:5]
         b'PWFN'
         """
-        return writer.dumps(self, posterior)
+        return writer.dumps(self, posterior, version)
 
     def save(
         self,
@@ -112,14 +113,15 @@ class Compressed(Content):
         *,
         posterior: str | None = None,
         record: Mapping[str, Any] | None = None,
+        version: int = writer.VERSION,
     ) -> int:
         """Write a .pwfn file to a path or a binary file object, and return its size in bytes.
 
-        For ``posterior`` see :meth:`dumps`. ``record`` is added to the facts of the run. A path is written
-        completely or not at all.
+        For ``posterior`` and ``version`` see :meth:`dumps`. ``record`` is added to the facts of the run. A
+        path is written completely or not at all.
         """
         whole = replace(self, record={**self.record, **(record or {})})
-        return writer.save(whole, target, posterior=posterior)
+        return writer.save(whole, target, posterior=posterior, version=version)
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """A state dict of the whole model, with every compressed weight at its centre."""

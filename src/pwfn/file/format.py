@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pwfn.errors import FileError
-from pwfn.file import coder, sigma_coder
+from pwfn.file import coder, index_streams, sigma_coder
 from pwfn.file.compressed import Compressed
 from pwfn.file.content import check_sigma, within
 from pwfn.file.header import SECTIONS, Header, Posterior
@@ -32,7 +32,6 @@ from pwfn.file.writer import (
     MAGIC,
     PLAIN_SECTIONS,
     PREFIX,
-    VERSION,
     WEIGHTS_PER_BYTE,
     PathOrFile,
     check_machine,
@@ -96,23 +95,22 @@ class Reader:
 
     def __init__(self, source: Readable) -> None:
         self._name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
-        self._tables_read: list[coder.Table] | None = None
+        self._streams_read: list[index_streams.Stream] | None = None
+        self._index_bytes: list[int] | None = None
         with _in_memory(self._name), self._within():
             check_machine()
             self._data = _read(source)
             self.file_bytes = len(self._data)
-            _, _, _, size, raw_size, crc32 = PREFIX.unpack_from(self._data)
+            _, self.version, _, size, raw_size, crc32 = PREFIX.unpack_from(self._data)
             start = PREFIX.size + size
             if start > self.file_bytes:
                 raise FileError(f"the header claims {size:,} of {self.file_bytes:,} bytes: it is truncated")
             with within("header"):
                 raw = coder.unsqueeze(self._bytes(PREFIX.size, size, crc32), raw_size, HEADER_RATIO)
-            self.header = Header.from_json(raw)
+            self.header = Header.from_json(raw, self.version)
             *starts, end = accumulate((section.size for section in self.header.sections), initial=start)
             self._starts = dict(zip(SECTIONS, starts, strict=True))
             self._check_sizes(end)
-        sizes = (tensor.bytes for tensor in self.header.tensors)
-        self._stream_starts = list(accumulate(sizes, initial=self._starts["indices"]))
         self._index_dtype = index_dtype(max(self.header.codebooks.sizes))
 
     @property
@@ -126,14 +124,14 @@ class Reader:
         return self._per_value("codebooks")
 
     def tensor(self, name: str) -> Tensor:
-        """The values of one compressed tensor; no other tensor is decoded."""
+        """The values of one compressed tensor; of others only those before it in its stream are decoded."""
         entry = self.header.layout.entry(name)
         position = self.header.layout.entries.index(entry)
         alone = Compressed(
             replace(self.header.layout, entries=(replace(entry, offset=0),), left_out=()),
             self.codebooks(),
             (self.header.tensors[position].division,),
-            self._indices(position),
+            self._indices(position, entry.size),
             {},
         )
         with self._within(f"tensor {name!r}"):
@@ -167,8 +165,9 @@ class Reader:
         header = self.header
         self._section("indices")  # its checksum, beside those of the streams
         indices = torch.empty(header.layout.size, dtype=self._index_dtype)
-        for position, entry in enumerate(header.layout.entries):
-            indices[entry.span] = self._indices(position)
+        with self._within():
+            pairs = [(stream, self._stream(stream)) for stream in self.streams()]
+            self._index_bytes = index_streams.decode_all(header, pairs, self.codebooks(), indices)
         found = Compressed(
             header.layout,
             self.codebooks(),
@@ -196,7 +195,7 @@ class Reader:
                 f"section 'indices': {indices.size:,} bytes, {indices.raw:,} of content and {streams:,} of "
                 "streams must be the same"
             )
-        if header.layout.size > FREE_WEIGHTS + WEIGHTS_PER_BYTE * size:
+        if header.layout.size > FREE_WEIGHTS + WEIGHTS_PER_BYTE[self.version] * size:
             raise FileError(
                 f"{header.layout.size:,} weights are more than a file of {size:,} bytes may claim"
             )
@@ -233,37 +232,36 @@ class Reader:
                 raise FileError(f"there are {whole.numel():,} numbers for {sum(sizes):,} values of codebooks")
         return tuple(part.clone() for part in whole.split(list(sizes)))
 
-    def tables(self) -> list[coder.Table]:
-        """For each tensor the table that it uses, with totals that agree with the shapes."""
-        if self._tables_read is not None:
-            return self._tables_read
-        tensors, books = self.header.tensors, self.header.codebooks.sizes
-        raw = self._section("tables")
-        tables: list[coder.Table] = []
-        with self._within("section 'tables'"):
-            numbers = coder.numbers_from_bytes(raw)
-            sharing = sum(tensor.size for tensor in tensors if not tensor.own_table)
-            shared, at = coder.Table.read(numbers, 0, max(books), sharing) if sharing else (None, 0)
-            for tensor in tensors:
-                table = shared
-                if tensor.own_table:
-                    with within(f"tensor {tensor.name!r}"):
-                        alphabet = max(books[book] for book in tensor.codebooks)
-                        table, at = coder.Table.read(numbers, at, alphabet, tensor.size)
-                assert table is not None  # sharing is not zero if any tensor has no table of its own
-                tables.append(table)
-            if at != len(numbers):
-                raise FileError(f"{len(numbers) - at:,} numbers are left over after the last table")
-        self._tables_read = tables
-        return tables
+    def streams(self) -> list[index_streams.Stream]:
+        """The streams of the indices and their models."""
+        if self._streams_read is None:
+            raw = self._section("tables")
+            with self._within("section 'tables'"):
+                self._streams_read = index_streams.read(self.header, raw)
+        return self._streams_read
 
-    def _indices(self, position: int) -> Tensor:
+    def index_bytes(self) -> list[int]:
+        """Bytes of each tensor's indices; they add up to those of the section."""
+        if self._index_bytes is None:
+            self.compressed()
+        assert self._index_bytes is not None
+        return self._index_bytes
+
+    def _stream(self, stream: index_streams.Stream) -> bytes:
+        with within(f"tensor {self.header.tensors[stream.first].name!r}"):
+            return self._bytes(self._starts["indices"] + stream.start, stream.size, stream.crc32)
+
+    def _indices(self, position: int, size: int) -> Tensor:
         """The indices of one tensor, as a vector."""
-        tensor, table = self.header.tensors[position], self.tables()[position]
+        stream = next(s for s in self.streams() if s.first <= position < s.stop)
         dtype = torch.empty(0, dtype=self._index_dtype).numpy().dtype
-        with self._within(f"tensor {tensor.name!r}"):
-            stream = self._bytes(self._stream_starts[position], tensor.bytes, tensor.crc32)
-            return torch.from_numpy(coder.decode(stream, table, tensor.size, dtype))
+        with self._within():
+            data = self._stream(stream)
+            with within(f"tensor {self.header.tensors[position].name!r}"):
+                found, _ = index_streams.decode(
+                    self.header, stream, data, self.codebooks(), dtype, position + 1
+                )
+        return torch.from_numpy(found[-size:])
 
     def _with_posterior(self, found: Compressed) -> Compressed:
         if self.header.posterior is Posterior.CENTRE:
@@ -316,8 +314,9 @@ def _check_prefix(prefix: bytes) -> None:
     if len(prefix) < PREFIX.size or prefix[:8] != MAGIC:
         raise FileError("this is not a .pwfn file")
     _, version, flags, size, raw_size, _ = PREFIX.unpack(prefix)
-    if version != VERSION:
-        raise FileError(f"version {version} of the format is not {VERSION}, the one known here: update pwfn")
+    if version not in WEIGHTS_PER_BYTE:
+        known = " and ".join(map(str, WEIGHTS_PER_BYTE))
+        raise FileError(f"version {version} of the format is not known here, only {known}: update pwfn")
     if flags != 0:
         raise FileError(f"the flags {flags:#06x} are not known here: update pwfn")
     if max(size, raw_size) > HEADER_LIMIT:

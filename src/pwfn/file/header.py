@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from itertools import accumulate
@@ -65,6 +65,8 @@ class TensorInfo:
     codebooks: tuple[int, ...] = (0,)
     axis: int = 0
     own_table: bool = False
+    contexts: bool = False
+    continues: bool = False
     bytes: int
     crc32: int
 
@@ -72,6 +74,11 @@ class TensorInfo:
     def size(self) -> int:
         """Number of weights."""
         return math.prod(self.shape)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a table or a tree is stored for it."""
+        return self.own_table or (self.contexts and not self.continues)
 
     @property
     def division(self) -> Division:
@@ -163,9 +170,12 @@ class Header:
             raise FileError(f"the record of the run cannot be written as JSON: {error}") from None
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Header:
+    def from_json(cls, raw: bytes, version: int) -> Header:
         """The header, or an error that names the first invalid field."""
         header: Header = _typed(cls, _parsed(raw), "")
+        if version == 1:  # which does not know these fields, and ignores them
+            tensors = (replace(tensor, contexts=False, continues=False) for tensor in header.tensors)
+            header = replace(header, tensors=tuple(tensors))
         _check(header)
         return header
 

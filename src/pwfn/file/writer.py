@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from pwfn.errors import FileError
-from pwfn.file import coder, sigma_coder
+from pwfn.file import coder, index_streams, sigma_coder
 from pwfn.file.content import Content, Division, within
 from pwfn.file.header import PARENT, SECTIONS, Codebooks, Header, Posterior, Section, Stored, TensorInfo
 from pwfn.file.storage import replacing
@@ -20,32 +20,32 @@ from pwfn.version import __version__
 PathOrFile: TypeAlias = str | os.PathLike[str] | BinaryIO
 
 MAGIC = b"\x89PWFN\r\n\x1a"
-VERSION = 1
+VERSION = 2
+"""The version that is written; version 1 is larger, and faster to read and write."""
+
+WEIGHTS_PER_BYTE = {1: 64, 2: 1024}
+"""By version: a file may hold so many weights for each of its bytes, beyond the first 2^20."""
+
 PREFIX = struct.Struct("<8sHHIII")  # magic, version, flags, header bytes, decompressed header bytes, CRC-32
 HEADER_LIMIT = 2**24
 HEADER_RATIO = 64  # parsed JSON grows further, so a header may be compressed less than a block
 PLAIN_SECTIONS = ("indices", "padding")  # the others are blocks
 FREE_WEIGHTS = 2**20
-WEIGHTS_PER_BYTE = 64
 WRITER = f"pwfn {__version__}"
 
 
-def dumps(content: Content, posterior: Posterior | str | None = None) -> bytes:
-    """The bytes of a file; for ``posterior`` see :meth:`pwfn.Compressed.dumps`."""
+def dumps(content: Content, posterior: Posterior | str | None = None, version: int = VERSION) -> bytes:
+    """The bytes of a file; for ``posterior`` and ``version`` see :meth:`pwfn.Compressed.dumps`."""
     check_machine()
+    if version not in WEIGHTS_PER_BYTE:
+        raise FileError(f"version is {version!r}: allowed is one of {', '.join(map(str, WEIGHTS_PER_BYTE))}")
     kind = _posterior(content, posterior)
     content.check()
-    arrays = [content.indices[entry.span].numpy() for entry in content.layout.entries]
-    shared, own = coder.choose_tables([coder.counts_of(array) for array in arrays])
-    coded: list[bytes] = []
-    for array, table in zip(arrays, own, strict=True):
-        used = table or shared
-        assert used is not None  # there is a shared table if any tensor has none of its own
-        coded.append(coder.encode(array, used))
+    tables, coded = index_streams.encode(content, with_contexts=version > 1)
     contents = {
         "codebooks": b"".join(map(coder.bytes_of, content.codebooks)),
-        "tables": b"".join(table.to_bytes() for table in (shared, *own) if table is not None),
-        "indices": b"".join(coded),
+        "tables": tables,
+        "indices": b"".join(tensor.stream for tensor in coded),
         "posterior": _posterior_bytes(content, kind),
         "untouched": _untouched_bytes(content),
         "padding": b"",
@@ -56,15 +56,12 @@ def dumps(content: Content, posterior: Posterior | str | None = None) -> bytes:
     }
     # A reader refuses more weights than a file of its size may claim. A network that is smaller still (almost
     # all zeros) is padded with zero bytes.
-    short = (content.layout.size - FREE_WEIGHTS) // WEIGHTS_PER_BYTE - sum(map(len, stored.values()))
+    short = (content.layout.size - FREE_WEIGHTS) // WEIGHTS_PER_BYTE[version] - sum(map(len, stored.values()))
     stored["padding"] = contents["padding"] = bytes(max(short + 1, 0))
     header = Header(
         writer=WRITER,
         tensors=tuple(
-            _info(entry, division, stream, table is not None)
-            for entry, division, stream, table in zip(
-                content.layout.entries, content.divisions, coded, own, strict=True
-            )
+            _info(*parts) for parts in zip(content.layout.entries, content.divisions, coded, strict=True)
         ),
         left_out=content.layout.left_out,
         codebooks=Codebooks(content.layout.dtype, tuple(book.numel() for book in content.codebooks)),
@@ -82,23 +79,29 @@ def dumps(content: Content, posterior: Posterior | str | None = None) -> bytes:
     packed = coder.squeeze(raw, HEADER_RATIO)
     if max(len(raw), len(packed)) > HEADER_LIMIT:
         raise FileError(f"the header would have {len(raw):,} bytes, 2^24 are allowed: shorten the record")
-    Header.from_json(raw)  # what cannot be read is not written
-    prefix = PREFIX.pack(MAGIC, VERSION, 0, len(packed), len(raw), zlib.crc32(packed))
+    Header.from_json(raw, version)  # what cannot be read is not written
+    prefix = PREFIX.pack(MAGIC, version, 0, len(packed), len(raw), zlib.crc32(packed))
     return b"".join((prefix, packed, *stored.values()))
 
 
-def save(content: Content, target: PathOrFile, *, posterior: Posterior | str | None = None) -> int:
+def save(
+    content: Content,
+    target: PathOrFile,
+    *,
+    posterior: Posterior | str | None = None,
+    version: int = VERSION,
+) -> int:
     """Write a file and return its size in bytes; see :func:`dumps`.
 
     ``target`` is a path or a binary file object. A path is written completely or not at all: the new file is
     written beside it and renamed, so an error leaves the old one.
     """
     if not isinstance(target, (str, os.PathLike)):
-        data = dumps(content, posterior)
+        data = dumps(content, posterior, version)
         target.write(data)
         return len(data)
     with within(os.fspath(target)):
-        data = dumps(content, posterior)
+        data = dumps(content, posterior, version)
     with replacing(Path(target)) as temporary:
         temporary.write_bytes(data)
     return len(data)
@@ -110,7 +113,7 @@ def check_machine() -> None:
         raise FileError("files are read and written on little-endian machines only")
 
 
-def _info(entry: Entry, division: Division, stream: bytes, own_table: bool) -> TensorInfo:
+def _info(entry: Entry, division: Division, coded: index_streams.Coded) -> TensorInfo:
     return TensorInfo(
         name=entry.name,
         shape=entry.shape,
@@ -125,9 +128,11 @@ def _info(entry: Entry, division: Division, stream: bytes, own_table: bool) -> T
         channels_last=entry.channels_last,
         codebooks=division.codebooks,
         axis=division.axis,
-        own_table=own_table,
-        bytes=len(stream),
-        crc32=zlib.crc32(stream),
+        own_table=coded.own_table,
+        contexts=coded.contexts,
+        continues=coded.continues,
+        bytes=len(coded.stream),
+        crc32=zlib.crc32(coded.stream),
     )
 
 

@@ -108,4 +108,4 @@ def _coded_in(file: str | Path, compressed: Compressed) -> tuple[list[int], int]
             f"{file}: its layers or codebooks are not those of this network: pass the file it was saved to"
         )
     sizes = reader.sizes
-    return [tensor.bytes for tensor in reader.header.tensors], sizes.codebooks + sizes.tables
+    return reader.index_bytes(), sizes.codebooks + sizes.tables
