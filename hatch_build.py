@@ -20,7 +20,7 @@ class NativeCoder(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a wheel or an editable installation is made."""
         source = Path(self.root) / SOURCE
-        target = source.with_name("libpwfn.so")
+        target = source.with_name("libpwfn.so.2")
         compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             self.app.display_warning("no C compiler was found: pwfn will read and write files slowly")

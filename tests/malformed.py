@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pwfn import Compressed, Layout
 from pwfn.file.format import dumps
+from pwfn.file.writer import VERSION
 from pwfn.layout import untouched
 
 DTYPES = (
@@ -137,12 +138,20 @@ CASES: dict[str, tuple[Callable[[], Compressed], str]] = {
 }  # fmt: skip
 
 
+CASES |= {f"{name}@1": made for name, made in CASES.items()}
+"""With @1 the file has version 1 of the format."""
+
+
 @cache
 def case(name: str) -> tuple[Compressed, bytes]:
     """A network and the bytes of its file."""
     make, posterior = CASES[name]
     compressed = make()
-    return compressed, dumps(compressed, posterior)
+    return compressed, dumps(compressed, posterior, version_of(name))
+
+
+def version_of(name: str) -> int:
+    return int(name.partition("@")[2] or VERSION)
 
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
@@ -153,6 +162,7 @@ PREFIX = struct.Struct("<8sHHIII")
 class Parts:
     """A file taken apart: header as Python values, sections before compression."""
 
+    version: int
     header: dict[str, Any]
     contents: dict[str, bytes]
     streams: list[bytes]
@@ -161,7 +171,7 @@ class Parts:
 
     @classmethod
     def of(cls, data: bytes) -> Parts:
-        _, _, _, size, raw, _ = PREFIX.unpack(data[:24])
+        _, version, _, size, raw, _ = PREFIX.unpack(data[:24])
         header = json.loads(opened(data[24 : 24 + size], raw))
         at, contents = 24 + size, {}
         for name, stored, raw, _ in header["sections"]:
@@ -172,7 +182,7 @@ class Parts:
         for tensor in header["tensors"]:
             streams.append(contents["indices"][at : at + tensor["bytes"]])
             at += tensor["bytes"]
-        return cls(header, contents, streams)
+        return cls(version, header, contents, streams)
 
     def sealed(self, text: bytes | None = None) -> bytes:
         """The file, with sizes and checksums that fit; ``text`` replaces the header."""
@@ -186,11 +196,11 @@ class Parts:
         for change in self.late:
             change(header)
         text = json.dumps(header).encode() if text is None else text
-        return with_header(closed(text), len(text)) + b"".join(stored.values())
+        return with_header(closed(text), len(text), self.version) + b"".join(stored.values())
 
 
-def with_header(block: bytes, raw: int) -> bytes:
-    return PREFIX.pack(b"\x89PWFN\r\n\x1a", 1, 0, len(block), raw, zlib.crc32(block)) + block
+def with_header(block: bytes, raw: int, version: int = VERSION) -> bytes:
+    return PREFIX.pack(b"\x89PWFN\r\n\x1a", version, 0, len(block), raw, zlib.crc32(block)) + block
 
 
 def opened(block: bytes, raw: int) -> bytes:

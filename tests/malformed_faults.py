@@ -95,7 +95,7 @@ def huge(parts: Parts) -> None:
         item["shape"] = [2**23, 2**24]
 
 
-FLAT = "one_flat_layer"
+FLAT = "one_flat_layer@1"
 CODEBOOKS, TABLES, POSTERIOR, UNTOUCHED = (
     f"section '{name}'" for name in ("codebooks", "tables", "posterior", "untouched")
 )
@@ -137,8 +137,8 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
     "codebook too short": ("centre", content("codebooks", lambda raw: raw[:-4]), CODEBOOKS),
     "codebook half a number": ("centre", content("codebooks", lambda raw: raw[:-1]), CODEBOOKS),
     "no codebook": ("centre", content("codebooks", lambda raw: b""), CODEBOOKS),
-    "codebooks swapped": ("layers", swapped_codebooks, "'conv.weight'"),
-    "codebook sizes moved": ("layers", lambda p: p.header["codebooks"]["sizes"].reverse(), "codebook"),
+    "codebooks swapped": ("layers@1", swapped_codebooks, "'conv.weight'"),
+    "codebook sizes moved": ("layers@1", lambda p: p.header["codebooks"]["sizes"].reverse(), "codebook"),
     "table too many symbols": (FLAT, table(lambda n: [10**6, *n[1:]]), TABLES),
     "table no symbols": (FLAT, table(lambda n: [0, *n[1:]]), TABLES),
     "table symbol beyond": (FLAT, table(lambda n: [n[0], n[1] + 1000, *n[2:]]), TABLES),
@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
     "untouched not there": ("centre", no_untouched, UNTOUCHED),
     "boolean of two": ("centre", content("untouched", lambda raw: b"\x02" * 18 + raw[18:]), "a boolean"),
     "padding not zero": ("centre", content("padding", lambda raw: bytes(7) + b"\x01"), "section 'padding'"),
-    "padding missing": ("padded", content("padding", lambda raw: b""), "weights are more"),
+    "padding missing": ("padded@1", content("padding", lambda raw: b""), "weights are more"),
     "tables bomb": ("centre", content("tables", lambda raw: bytes(2**24)), "section 'tables': .*claims"),
     "untouched bomb": ("centre", untouched_bomb, "section 'untouched': .*claims"),
 }

@@ -40,7 +40,10 @@ from oracles.fileformat import leb128 as leb128_numbers
 from pwfn import Compressed, PwfnError
 from pwfn.file.format import dumps, loads
 
-BASES = ("centre", "weight", "none", "channels_weight", "layers", "float64", "one_flat_layer", "own_sigmas")
+BASES = (
+    "centre", "weight", "none", "channels_weight", "layers", "float64", "one_flat_layer", "own_sigmas",
+    "weight@1", "layers@1", "one_flat_layer@1",
+)  # fmt: skip
 MOST_SECONDS = 1.0
 MOST_MEMORY = 10
 MOST_GROWTH = 64 * 2**20  # bytes that the process may grow by, over all mutants
@@ -109,7 +112,7 @@ def swapped(data: bytes, rng: Random) -> bytes:
         return data[:stop] + b"".join(blocks)
     rows = header["sections"]
     rows[i][1:], rows[j][1:] = rows[j][1:], rows[i][1:]
-    return with_json(header) + b"".join(blocks)
+    return with_json(header, data) + b"".join(blocks)
 
 
 def forged_prefix(data: bytes, rng: Random) -> bytes:
@@ -132,7 +135,7 @@ def forged_length(data: bytes, rng: Random) -> bytes:
         tensor = rng.choice(header["tensors"])
         key = str(rng.choice(["bytes", "crc32"]))
         tensor[key] = other_number(tensor[key], rng)
-    return with_json(header) + data[stop:]
+    return with_json(header, data) + data[stop:]
 
 
 def forged_count(data: bytes, rng: Random) -> bytes:
@@ -159,11 +162,12 @@ def forged_count(data: bytes, rng: Random) -> bytes:
         else:
             header["tensors"].append({**copy.deepcopy(tensor), "name": "another", "aliases": []})
     elif kind == 5:
-        tensor["own_table"] = not tensor.get("own_table", False)
+        key = str(rng.choice(["own_table", "contexts", "continues"] if data[8] > 1 else ["own_table"]))
+        tensor[key] = not tensor.get(key, False)
     else:
         others = [p for p in ("none", "centre", "weight") if p != header["posterior"]]
         header["posterior"] = str(rng.choice(others))
-    return with_json(header) + data[stop:]
+    return with_json(header, data) + data[stop:]
 
 
 STRICT: tuple[Mutate, ...] = (
@@ -195,7 +199,11 @@ def odd_field(data: bytes, rng: Random) -> bytes:
 
     def change(header: dict[str, Any]) -> None:
         if rng.random() < 0.3:
-            key = str(rng.choice(["channels_last", "own_table", "axis", "groups", "aliases", "codebooks"]))
+            key = str(
+                rng.choice(
+                    ["channels_last", "own_table", "contexts", "continues", "axis", "groups", "codebooks"]
+                )
+            )
             rng.choice(header["tensors"])[key] = ODD[int(rng.integers(0, 6))]
             return
         at: Any = header
@@ -249,9 +257,10 @@ def header_of(data: bytes) -> tuple[int, dict[str, Any]]:
     return stop, header
 
 
-def with_json(header: dict[str, Any]) -> bytes:
+def with_json(header: dict[str, Any], data: bytes) -> bytes:
+    """Another header for a file, whose version it keeps."""
     text = json.dumps(header).encode()
-    return with_header(closed(text), len(text))
+    return with_header(closed(text), len(text), data[8])
 
 
 def other_number(number: int, rng: Random) -> int:
@@ -389,12 +398,13 @@ def greedy_headers() -> list[bytes]:
     return files
 
 
-def greedy_shape() -> bytes:
+def greedy_shape(name: str) -> bytes:
     """A sound file of 4 · 10^8 weights of one value, which the rules on sizes allow."""
-    parts = Parts.of(case("padded")[1])
+    parts = Parts.of(case(name)[1])
     weights = 400_000_000
     parts.header["tensors"][0]["shape"] = [20_000, weights // 20_000]
-    parts.contents["tables"] = leb128(1, 0, weights)
+    one = parts.header["tensors"][0].get("contexts", False)
+    parts.contents["tables"] = leb128(weights, 1, 0, 0) if one else leb128(1, 0, weights)
     parts.contents["padding"] = bytes(weights // 64)
     return parts.sealed()
 
@@ -409,7 +419,7 @@ def loaded_in(megabytes: int, seeds: range) -> Counter[str]:
     files = [
         (seed, data) for seed in seeds for data in (mutant_of(seed), random_file(np.random.default_rng(seed)))
     ]
-    files += [(-1, data) for data in (*greedy_headers(), greedy_shape())]
+    files += [(-1, data) for data in (*greedy_headers(), greedy_shape("padded"), greedy_shape("padded@1"))]
     resource.setrlimit(resource.RLIMIT_DATA, (megabytes * 2**20, megabytes * 2**20))
     found: Counter[str] = Counter()
     for seed, data in files:

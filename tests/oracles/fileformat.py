@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import constriction
 import numpy as np
 import zstandard
+from oracles import contexts
 
 WIDTHS = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint8": 1, "int8": 1, "int16": 2, "int32": 4,
@@ -32,7 +33,8 @@ class Content:
 
 def read(data: bytes) -> Content:
     magic, version, flags, header_bytes, content_bytes, crc32 = struct.unpack("<8sHHIII", data[:24])
-    assert (magic, version, flags) == (bytes.fromhex("895057464E0D0A1A"), 1, 0)
+    assert (magic, flags) == (bytes.fromhex("895057464E0D0A1A"), 0)
+    assert version in (1, 2)
     packed = data[24 : 24 + header_bytes]
     assert zlib.crc32(packed) == crc32
     header = json.loads(block(packed, content_bytes).decode("utf-8"))
@@ -50,7 +52,7 @@ def read(data: bytes) -> Content:
     number = {"float32": "<f4", "float64": "<f8"}[header["codebooks"]["dtype"]]
     sizes = header["codebooks"]["sizes"]
     codebooks = cut(np.frombuffer(sections["codebooks"], number), sizes)
-    indices = read_indices(header["tensors"], sections["tables"], sections["indices"])
+    indices = read_indices(header["tensors"], codebooks, sections["tables"], sections["indices"])
     owners = [codebook_of_each_weight(tensor) for tensor in header["tensors"]]
     values = [look_up(codebooks, owner, index) for owner, index in zip(owners, indices, strict=True)]
 
@@ -116,30 +118,49 @@ def leb128(data: bytes) -> list[int]:
     return numbers
 
 
-def read_indices(tensors: list[dict], tables: bytes, streams: bytes) -> list[np.ndarray]:
+def read_indices(
+    tensors: list[dict], codebooks: list[np.ndarray], tables: bytes, streams: bytes
+) -> list[np.ndarray]:
     numbers = leb128(tables)
 
     def next_table() -> tuple[list[int], list[int]]:
-        symbols, counts, last = [], [], -1
+        """Symbols, and their counts, or the lengths of their codes."""
+        symbols, facts, last = [], [], -1
         for _ in range(numbers.pop(0)):
             last += numbers.pop(0) + 1
             symbols.append(last)
-            counts.append(numbers.pop(0))
-        return symbols, counts
+            facts.append(numbers.pop(0))
+        return symbols, facts
 
-    shared = next_table() if any(not tensor.get("own_table", False) for tensor in tensors) else None
+    def uses_shared(tensor: dict) -> bool:
+        return not tensor.get("own_table", False) and not tensor.get("contexts", False)
+
+    shared = next_table() if any(map(uses_shared, tensors)) else None
     found = []
-    for tensor in tensors:
-        symbols, counts = next_table() if tensor.get("own_table", False) else shared
+    for n, tensor in enumerate(tensors):
+        if tensor.get("continues", False):
+            continue
         stream, streams = streams[: tensor["bytes"]], streams[tensor["bytes"] :]
         assert zlib.crc32(stream) == tensor["crc32"]
+        total = numbers.pop(0) if tensor.get("contexts", False) else 0
+        symbols, facts = shared if uses_shared(tensor) else next_table()
+        if tensor.get("contexts", False):
+            together = [tensor]
+            while n + len(together) < len(tensors) and tensors[n + len(together)].get("continues", False):
+                together.append(tensors[n + len(together)])
+            assert total == sum(math.prod(t["shape"]) for t in together)
+            book = codebooks[tensor.get("codebooks", [0])[0]]
+            zero = min(range(len(book)), key=lambda index: abs(book[index]))
+            parts = contexts.decode(stream, [t["shape"] for t in together], symbols, facts, zero)
+            found += [np.array(p).reshape(t["shape"]) for p, t in zip(parts, together, strict=True)]
+            continue
         weights = math.prod(tensor["shape"])
         if len(symbols) == 1:
             assert stream == b""
             places = np.zeros(weights, int)
         else:
             coder = ans(stream)
-            places = coder.decode(categorical(counts), weights)
+            places = coder.decode(categorical(facts), weights)
             assert coder.is_empty()
         found.append(np.array(symbols)[places].reshape(tensor["shape"]))
     assert not numbers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -128,8 +128,10 @@ def read(header: Header, raw: bytes) -> list[Stream]:
     for n, tensor in enumerate(tensors):
         with within(f"tensor {tensor.name!r}"):
             model: Table | Tree | None = shared
-            if tensor.contexts and (len(tensor.codebooks) > 1 or tensor.own_table):
-                raise FileError("contexts need one codebook, and no table")
+            alphabet = max(books[book] for book in tensor.codebooks)
+            many = len(tensor.codebooks) > 1 or alphabet > MOST_SYMBOLS
+            if tensor.contexts and (many or tensor.own_table):
+                raise FileError(f"contexts need one codebook of at most {MOST_SYMBOLS} values, and no table")
             if tensor.continues:
                 before = tensors[n - 1] if n else None
                 if before is None or not before.contexts or before.codebooks != tensor.codebooks:
@@ -138,9 +140,10 @@ def read(header: Header, raw: bytes) -> list[Stream]:
                     raise FileError("it continues a stream, and has one of its own")
                 found[-1] = found[-1]._replace(stop=n + 1)
                 continue
-            alphabet = max(books[book] for book in tensor.codebooks)
             if tensor.contexts:
-                model, at = Tree.read(numbers, at, alphabet)
+                together = takewhile(lambda t: t.continues, tensors[n + 1 :])
+                total = tensor.size + sum(other.size for other in together)
+                model, at = Tree.read(numbers, at, alphabet, total)
             elif tensor.own_table:
                 model, at = Table.read(numbers, at, alphabet, tensor.size)
         assert model is not None  # sharing is not zero if any tensor uses the shared table

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-FILE = Path(__file__).with_name("libpwfn.so")
+FILE = Path(__file__).with_name("libpwfn.so.2")
 
 
 class Model(ctypes.Structure):

@@ -54,8 +54,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Tree:
-    """The Huffman tree of some symbols: each symbol, ascending, with the length of its code."""
+    """The Huffman tree of some weights: each symbol, ascending, with the length of its code."""
 
+    weights: int
     symbols: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -64,7 +65,7 @@ class Tree:
         """From the number of times that each symbol 0, 1, 2, … occurs.
 
         >>> Tree.of(np.array([5, 0, 1, 2]))
-        Tree(symbols=(0, 2, 3), lengths=(1, 2, 2))
+        Tree(weights=8, symbols=(0, 2, 3), lengths=(1, 2, 2))
         """
         present = np.flatnonzero(counts).tolist()
         total = int(counts.sum())
@@ -77,28 +78,30 @@ class Tree:
             for symbol in (*a, *b):
                 lengths[symbol] += 1
             heapq.heappush(heap, (few + more, place, a + b))
-        return cls(tuple(present), tuple(lengths[symbol] for symbol in present))
+        return cls(total, tuple(present), tuple(lengths[symbol] for symbol in present))
 
     def to_bytes(self) -> bytes:
-        """Number of symbols, then for each the gap to the one before and its length; all LEB128."""
+        """Numbers of weights and symbols, then for each symbol the gap before it and its length; all LEB128."""
         gaps = np.diff(self.symbols, prepend=-1) - 1
         pairs = np.stack((gaps, self.lengths), 1).reshape(-1).tolist()
-        return numbers_to_bytes((len(self.symbols), *pairs))
+        return numbers_to_bytes((self.weights, len(self.symbols), *pairs))
 
     @classmethod
-    def read(cls, numbers: NDArray[np.int64], start: int, alphabet: int) -> tuple[Tree, int]:
+    def read(cls, numbers: NDArray[np.int64], start: int, alphabet: int, total: int) -> tuple[Tree, int]:
         """The tree that begins at ``start`` of a list of numbers, and where it ends.
 
-        >>> Tree.read(np.array([9, 2, 1, 1, 1, 1]), 1, alphabet=5)[0].symbols
+        >>> Tree.read(np.array([9, 7, 2, 1, 1, 1, 1]), 1, alphabet=5, total=7)[0].symbols
         (1, 3)
         """
-        size = int(numbers[start]) if start < len(numbers) else 0
+        weights, size = numbers[start : start + 2].tolist() if start + 2 <= len(numbers) else (0, 0)
+        if weights != total:
+            raise FileError(f"a tree is that of {weights:,} weights, its tensors have {total:,}")
         if not 0 < size <= min(alphabet, MOST_SYMBOLS):
             raise FileError(f"a tree has {size:,} symbols, its codebook {alphabet:,} values")
-        stop = start + 1 + 2 * size
+        stop = start + 2 + 2 * size
         if stop > len(numbers):
             raise FileError(f"a tree of {size:,} symbols is cut off")
-        gaps, lengths = numbers[start + 1 : stop : 2], numbers[start + 2 : stop : 2]
+        gaps, lengths = numbers[start + 2 : stop : 2], numbers[start + 3 : stop : 2]
         # A gap is cut to the alphabet: far beyond it is as wrong, and the sum cannot wrap around.
         symbols = np.cumsum(gaps.clip(0, alphabet) + 1) - 1
         if int(symbols[-1]) >= alphabet:
@@ -106,13 +109,13 @@ class Tree:
         shares = [2 ** (_DEEPEST - n) for n in lengths.tolist() if n <= _DEEPEST]
         if len(shares) < size or sum(shares) != 2**_DEEPEST:
             raise FileError("the lengths of a tree are not those of a complete code")
-        return cls(tuple(symbols.tolist()), tuple(lengths.tolist())), stop
+        return cls(total, tuple(symbols.tolist()), tuple(lengths.tolist())), stop
 
     @cached_property
     def codes(self) -> dict[int, str]:
         """The canonical code: in the order of length, then symbol, each code is the next binary number.
 
-        >>> Tree((0, 2, 3), (1, 2, 2)).codes
+        >>> Tree(8, (0, 2, 3), (1, 2, 2)).codes
         {0: '0', 2: '10', 3: '11'}
         """
         found, code, before = {}, 0, 0
