@@ -1,112 +1,69 @@
-"""How fast and how small: indices and whole files, against raw constriction, zstd -19 and safetensors.
+"""The indices of every file in experiments/models by every coder: bytes, and speed of encoding and decoding.
 
-    python benchmarks/codec.py [--quick]
+    python benchmarks/codec.py [--quick] [--nncodec PYTHON] [--record]
 
-One JSON line a case, all on one core, every time a median of several. ``ratio`` is our time
-over the rival's; ``weights_per_s`` is ours. The network has the shapes of ResNet-18 for ten classes, 11.2 M
-weights, drawn so that the pool has 1.8, 2.5 and 3.4 bits with 22, 155 and 325 values and every tensor
-a spread of its own.
+Prints one JSON line per file and coder, then tables. Every time is a median of several, and every coder must
+give back the same indices. Coders other than ours run on one core. ``--nncodec`` names the interpreter of an
+environment with NNCodec (experiments/nncodec_files.py); without it, and without the module ``brotli``, these
+coders are skipped. ``--record`` writes the lines to benchmarks/results and the tables to docs/performance.md.
+
+The bytes are those of the indices and of what a coder needs to decode them: tables, trees, a dictionary. The
+context mixing is a bound, not a coder: the ideal length of its predictions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
+import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import constriction
 import numpy as np
+import table
 import torch
 import zstandard
-from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
-from torch import nn
+from mixing import ideal_bits
 
-from pwfn import Compressed, Layout
-from pwfn.file import coder
-from pwfn.file.format import Reader, load, save
+import pwfn
+from pwfn import Compressed
+from pwfn.file import coder, index_streams
+from pwfn.file.contexts.model import MOST_SYMBOLS
+from pwfn.file.format import Reader
+from pwfn.lab.compare.runner import git_commit
 
-SETTINGS = ((1.8, 22), (2.5, 155), (3.4, 325))
-DECODE_TARGET, ENCODE_TARGET = 30e6, 60e6  # weights a second
-ZSTD_SLICE = 2**20  # weights: zstd -19 packs about one megabyte a second
+ROOT = Path(__file__).resolve().parent.parent
+QUICK_WEIGHTS = 2**20
+ENOUGH_S = 5.0  # no more repeats after so long
+SAMPLE_BYTES = 2**12  # of the samples for a dictionary
+DICTIONARY_SHARE = 64  # it has at most one byte for so many weights
 
-BOUNDS = ("within_half_percent", "within_one_percent_and_8_kib")
-
-Result = TypeVar("Result")
-Floats = NDArray[np.float64]
-
-
-def resnet18(divisor: int) -> nn.Module:
-    """Convolutions, norms and head, every width divided."""
-    layers: list[nn.Module] = []
-
-    def conv(outputs: int, inputs: int, size: int) -> None:
-        layers.append(nn.Conv2d(inputs, outputs, size, bias=False))
-        layers.append(nn.BatchNorm2d(outputs))
-
-    width = 64 // divisor
-    conv(width, 3, 7)
-    inputs = width
-    for stage in range(4):
-        outputs = width * 2**stage
-        for block in range(2):
-            conv(outputs, inputs, 3)
-            conv(outputs, outputs, 3)
-            if inputs != outputs and block == 0:
-                conv(outputs, inputs, 1)
-            inputs = outputs
-    return nn.Sequential(*layers, nn.Linear(inputs, 10))
+Categorical = constriction.stream.model.Categorical
+AnsCoder = constriction.stream.stack.AnsCoder
+T = TypeVar("T")
+Arrays = list[coder.Integers]
+Facts = dict[str, Any]
 
 
-def shares(values: int, spread: float) -> Floats:
-    """Two-sided geometric about the middle, over a thousandth that is even, so that each value occurs."""
-    peaked = np.exp(-np.abs(np.arange(values) - values // 2) / spread)
-    mixed: Floats = 0.999 * peaked / peaked.sum() + 0.001 / values
-    return mixed
-
-
-def entropy_bits(counts: NDArray[Any]) -> float:
-    """Of all counted symbols together: ``-sum n log2(n / N)``."""
-    present = counts[counts > 0].astype(np.float64)
-    return float(-(present * np.log2(present / present.sum())).sum())
-
-
-def drawn(layout: Layout, bits: float, values: int) -> Compressed:
-    """Indices whose pool has so many bits a weight: the spread is found by bisection."""
-    rng = np.random.default_rng(0)
-    spreads = rng.uniform(0.7, 1.4, len(layout.entries))
-    sizes = np.array([entry.size for entry in layout.entries], np.float64)
-
-    def pooled(scale: float) -> float:
-        each = np.stack([shares(values, scale * spread) for spread in spreads])
-        pool = sizes @ each / sizes.sum()
-        return float(-(pool * np.log2(pool)).sum())
-
-    low, high = 0.01, float(values)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if pooled(middle) < bits else (low, middle)
-    parts = [
-        np.searchsorted(np.cumsum(shares(values, low * spread))[:-1], rng.random(entry.size))
-        for entry, spread in zip(layout.entries, spreads, strict=True)
-    ]
-    steps = torch.from_numpy(np.concatenate(parts))
-    sigma = torch.full((layout.size,), 0.01)
-    return Compressed.of(layout, (steps - values // 2).float() / 64, sigma, {})
-
-
-def median_s(action: Callable[[], Result], repeats: int) -> tuple[float, Result]:
+def median_s(action: Callable[[], T], repeats: int) -> tuple[float, T]:
     """Median seconds of several runs, and the last result."""
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < repeats and sum(times) < ENOUGH_S:
         start = time.perf_counter()
         result = action()
         times.append(time.perf_counter() - start)
@@ -114,122 +71,218 @@ def median_s(action: Callable[[], Result], repeats: int) -> tuple[float, Result]
 
 
 class Bench:
-    """One network drawn at some entropy, and its cases."""
+    """One file and its coders; each method yields the facts of its lines."""
 
-    def __init__(self, model: nn.Module, bits: float, values: int, repeats: int) -> None:
-        self.layout = Layout.of(model)
-        covered = {entry.name for entry in self.layout.entries}
-        self.compressed = drawn(self.layout, bits, values)
-        rest = {name: tensor for name, tensor in model.state_dict().items() if name not in covered}
-        self.compressed.untouched.update(rest)
-        self.name = f"{bits} bits, {values} values"
-        self.repeats = repeats
-        self.sound = True  # no bound on size is broken
-        self.arrays = [self.compressed.indices[entry.span].numpy() for entry in self.layout.entries]
+    def __init__(self, path: Path, repeats: int, folder: Path) -> None:
+        self.compressed = pwfn.load(path)
+        self.repeats, self.folder = repeats, folder
+        self.whole = self.compressed.indices.numpy()
+        self.arrays: Arrays = [self.whole[entry.span] for entry in self.compressed.layout.entries]
 
-    def line(self, case: str, ours_s: float, rival: str, rival_s: float, **more: Any) -> None:
-        """Print one case."""
-        facts = {
-            "case": f"{case}: {self.name}",
-            "ratio": round(ours_s / rival_s, 3),
-            "ours_s": round(ours_s, 5),
-            "rival_s": round(rival_s, 5),
-            "rival": rival,
-            **more,
-            "weights": self.layout.size,
-            "weights_per_s": round(self.layout.size / ours_s),
-            "device": f"{processor()}, one core",
-            "versions": versions(),
-        }
-        print(json.dumps(facts), flush=True)
-        self.sound &= all(more.get(bound, True) for bound in BOUNDS)
+    def measured(
+        self,
+        name: str,
+        encode: Callable[[], T],
+        decode: Callable[[T], coder.Integers],
+        size: Callable[[T], int],
+    ) -> Facts:
+        """Bytes and times of a coder, which must give back the indices."""
+        encode_s, coded = median_s(encode, self.repeats)
+        decode_s, found = median_s(lambda: decode(coded), self.repeats)
+        self.check(name, found)
+        return {"coder": name, "bytes": size(coded), "encode_s": encode_s, "decode_s": decode_s}
 
-    def encode(self) -> tuple[list[coder.Table], list[bytes]]:
-        """Count, choose tables, code: from indices to streams."""
-        shared, own = coder.choose_tables([coder.counts_of(array) for array in self.arrays])
-        tables = [table or shared for table in own]
-        used = [table for table in tables if table is not None]
-        return used, [coder.encode(a, t) for a, t in zip(self.arrays, used, strict=True)]
+    def check(self, name: str, found: coder.Integers) -> None:
+        """End with an error if a coder lost something."""
+        if not np.array_equal(found, self.whole):
+            raise SystemExit(
+                f"{name} does not give back the indices that it was given: its figures mean nothing"
+            )
 
-    def indices(self) -> None:
-        """Encoding and decoding of indices."""
-        size, dtype = self.layout.size, self.arrays[0].dtype
-        encode_s, (tables, streams) = median_s(self.encode, self.repeats)
+    def lines(self, nncodec: str | None) -> Iterator[Facts]:
+        """All coders."""
+        counts = [coder.counts_of(array) for array in self.arrays]
+        pool = coder.counts_of(self.whole)
+        pooled = coder.Table.of(pool).ideal_bits(pool)
+        each = sum(coder.Table.of(count).ideal_bits(count) for count in counts)
+        yield {"coder": "pooled entropy", "bytes": math.ceil(pooled / 8)}
+        yield {"coder": "entropy per tensor", "bytes": math.ceil(each / 8)}
+        for number in (1, 2):
+            for threads in (1, 2):
+                yield self.ours(number, threads)
+        torch.set_num_threads(1)
+        if nncodec:
+            yield self.nncodec(nncodec)
+        yield self.constriction()
+        yield self.zstd()
+        try:
+            yield self.zstd_dictionary()
+        except zstandard.ZstdError as error:
+            print(f"zstd with a dictionary is skipped: {error}", file=sys.stderr)
+        if find_spec("brotli"):
+            yield self.brotli()
+        if len(self.compressed.codebooks) == 1 and self.compressed.codebook.numel() <= MOST_SYMBOLS:
+            yield self.mixing()
+        else:
+            print(f"context mixing needs one codebook of at most {MOST_SYMBOLS} values", file=sys.stderr)
 
-        def decode() -> list[coder.Integers]:
-            triples = zip(streams, tables, self.arrays, strict=True)
-            return [coder.decode(stream, table, array.size, dtype) for stream, table, array in triples]
+    def ours(self, number: int, threads: int) -> Facts:
+        """A version of the format; also loading the file."""
+        torch.set_num_threads(threads)
+        path = self.folder / "net.pwfn"
+        self.compressed.save(path, version=number)
+        reader = Reader(path)
 
-        decode_s, found = median_s(decode, self.repeats)
-        for array, back in zip(self.arrays, found, strict=True):
-            assert np.array_equal(array, back)
-        ours_bytes = sum(map(len, streams))
-        each = sum(entropy_bits(coder.counts_of(array)) for array in self.arrays) / 8
-        above = ours_bytes / each - 1
-        own = {
-            "ours_bytes": ours_bytes,
-            "bits_per_weight": round(8 * ours_bytes / size, 4),
-            "entropy_bytes_per_tensor_sum": round(each),
-            "above_entropy_percent": round(100 * above, 4),
-            "within_half_percent": above <= 0.005,
-        }
+        def decode(coded: tuple[bytes, list[index_streams.Coded]]) -> coder.Integers:
+            data = b"".join(tensor.stream for tensor in coded[1])
+            streams = index_streams.read(reader.header, coded[0])
+            pairs = [(stream, data[stream.start : stream.start + stream.size]) for stream in streams]
+            out = torch.empty_like(self.compressed.indices)
+            index_streams.decode_all(reader.header, pairs, reader.codebooks(), out)
+            return out.numpy()
 
-        whole = self.compressed.indices.numpy()
-        plain = whole.astype(np.int32)
-        counts = coder.counts_of(whole)
-        model = constriction.stream.model.Categorical(counts / counts.sum(), perfect=False)
-
-        def rival_encode() -> NDArray[np.uint32]:
-            ans = constriction.stream.stack.AnsCoder()
-            ans.encode_reverse(plain, model)
-            words: NDArray[np.uint32] = ans.get_compressed()
-            return words
-
-        rival_s, words = median_s(rival_encode, self.repeats)
-        more = own | {"rival_bytes": 4 * len(words)}
-        target = {"target_per_s": ENCODE_TARGET, "reached": size / encode_s >= ENCODE_TARGET}
-        self.line("encode", encode_s, "raw constriction, one stream of int32", rival_s, **more, **target)
-        rival_s, _ = median_s(
-            lambda: constriction.stream.stack.AnsCoder(words).decode(model, size), self.repeats
+        facts = self.measured(
+            f"pwfn {number}" + (f", {threads} threads" if threads > 1 else ""),
+            lambda: index_streams.encode(self.compressed, with_contexts=number > 1),
+            decode,
+            lambda _: reader.sizes.indices + reader.sizes.tables,
         )
-        target = {"target_per_s": DECODE_TARGET, "reached": size / decode_s >= DECODE_TARGET}
-        self.line("decode", decode_s, "raw constriction, one stream of int32", rival_s, **more, **target)
-        self.zstd(whole, encode_s, decode_s, own)
+        load_s, loaded = median_s(lambda: pwfn.load(path), self.repeats)
+        self.check("pwfn.load", loaded.indices.numpy())
+        # A process of its own, started anew: this one's memory was larger before.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            peak = pool.submit(peak_bytes, path, threads).result()
+        memory = round(peak / self.whole.nbytes, 2) if peak is not None else None
+        return {**facts, "file_bytes": reader.file_bytes, "load_s": load_s, "load_memory": memory}
 
-    def zstd(self, whole: coder.Integers, encode_s: float, decode_s: float, own: dict[str, Any]) -> None:
-        """A slice from the middle, scaled up to all weights."""
-        start = max(0, (len(whole) - ZSTD_SLICE) // 2)
-        raw = whole[start : start + ZSTD_SLICE].tobytes()
-        scale = len(whole) * whole.itemsize / len(raw)
-        packed_s, packed = median_s(lambda: zstandard.ZstdCompressor(level=19).compress(raw), 1)
-        back_s, _ = median_s(lambda: zstandard.ZstdDecompressor().decompress(packed), self.repeats)
-        rival = f"zstd -19 of {whole.dtype} indices, from {len(raw) // whole.itemsize:,} of them"
-        more = own | {"rival_bytes": round(len(packed) * scale)}
-        self.line("encode", encode_s, rival, packed_s * scale, **more)
-        self.line("decode", decode_s, rival, back_s * scale, **more)
+    def constriction(self) -> Facts:
+        """The library's own ANS coder with a table per tensor: the plain twin of version 1."""
 
-    def file(self, folder: Path) -> None:
-        """Whole files: written and read, and how far above the pooled entropy."""
-        ours, rival = folder / "net.pwfn", folder / "net.safetensors"
-        dense = self.compressed.dense_state_dict()
-        save_s, file_bytes = median_s(lambda: save(self.compressed, ours), self.repeats)
-        load_s, found = median_s(lambda: load(ours), self.repeats)
-        assert torch.equal(found.indices, self.compressed.indices)
-        rival_save_s, _ = median_s(lambda: save_file(dense, rival), self.repeats)
-        rival_load_s, _ = median_s(lambda: load_file(rival), self.repeats)
-        sizes = Reader(ours).sizes
-        pooled = entropy_bits(coder.counts_of(self.compressed.indices.numpy())) / 8
-        ideal = pooled + sizes.untouched
-        more = {
-            "ours_bytes": file_bytes,
-            "rival_bytes": rival.stat().st_size,
-            "parts": sizes._asdict(),
-            "pooled_entropy_bytes": round(pooled),
-            "above_pooled_entropy_and_untouched_bytes": round(file_bytes - ideal),
-            "within_one_percent_and_8_kib": file_bytes - ideal <= 0.01 * ideal + 8192,
-        }
-        self.line("save", save_s, "safetensors, fp32", rival_save_s, **more)
-        self.line("load", load_s, "safetensors, fp32", rival_load_s, **more)
+        def encode() -> list[tuple[coder.Table, Any]]:
+            found = []
+            for array in self.arrays:
+                each, ans = coder.Table.of(coder.counts_of(array)), AnsCoder()
+                if len(each.counts) > 1:
+                    ranks = np.searchsorted(each.symbols, array).astype(np.int32)
+                    ans.encode_reverse(ranks, Categorical(each.counts / each.total, perfect=False))
+                found.append((each, ans.get_compressed()))
+            return found
+
+        def decode(coded: list[tuple[coder.Table, Any]]) -> coder.Integers:
+            found: Arrays = []
+            for each, words in coded:
+                ranks: coder.Integers = np.zeros(each.total, np.int32)
+                if len(each.counts) > 1:
+                    model = Categorical(each.counts / each.total, perfect=False)
+                    ranks = AnsCoder(words).decode(model, each.total)
+                found.append(each.symbols.astype(self.whole.dtype)[ranks])
+            return np.concatenate(found)
+
+        def size(coded: list[tuple[coder.Table, Any]]) -> int:
+            return sum(len(each.to_bytes()) + words.nbytes for each, words in coded)
+
+        return self.measured("constriction", encode, decode, size)
+
+    def zstd(self) -> Facts:
+        """All indices in one frame, at level 19."""
+        raw = self.whole.tobytes()
+        return self.measured(
+            "zstd -19",
+            lambda: zstandard.ZstdCompressor(level=19).compress(raw),
+            lambda packed: self._integers(zstandard.ZstdDecompressor().decompress(packed)),
+            len,
+        )
+
+    def zstd_dictionary(self) -> Facts:
+        """A frame per tensor, with a dictionary trained on all of them, which counts."""
+        whole = self.whole.tobytes()
+        samples: list[Any] = [whole[i : i + SAMPLE_BYTES] for i in range(0, len(whole), SAMPLE_BYTES)]
+
+        def encode() -> tuple[bytes, list[bytes]]:
+            trained = zstandard.train_dictionary(max(256, len(whole) // DICTIONARY_SHARE), samples)
+            packer = zstandard.ZstdCompressor(level=19, dict_data=trained)
+            return trained.as_bytes(), [packer.compress(array.tobytes()) for array in self.arrays]
+
+        def decode(coded: tuple[bytes, list[bytes]]) -> coder.Integers:
+            trained = zstandard.ZstdCompressionDict(coded[0])
+            unpacker = zstandard.ZstdDecompressor(dict_data=trained)
+            return self._integers(b"".join(map(unpacker.decompress, coded[1])))
+
+        return self.measured(
+            "zstd -19, dictionary", encode, decode, lambda coded: len(coded[0]) + sum(map(len, coded[1]))
+        )
+
+    def brotli(self) -> Facts:
+        """All indices, at quality 11."""
+        library, raw = import_module("brotli"), self.whole.tobytes()
+        return self.measured(
+            "brotli -q 11",
+            lambda: library.compress(raw, quality=11),
+            lambda packed: self._integers(library.decompress(packed)),
+            len,
+        )
+
+    def nncodec(self, python: str) -> Facts:
+        """ISO/IEC 15938-17 on the levels, the distances of indices from that of 0; names are numbers."""
+        zeros = [int(book.abs().argmin()) for book in self.compressed.codebooks]
+        levels = self.compressed.indices.to(torch.int32)
+        for book, _, part in self.compressed.pieces(levels):
+            part -= zeros[book]
+        shapes = [(entry.span, entry.shape) for entry in self.compressed.layout.entries]
+        given, out = self.folder / "levels.npz", self.folder / "decoded.npz"
+        named = {str(n): levels[span].view(shape).numpy() for n, (span, shape) in enumerate(shapes)}
+        np.savez(given, **named)  # type: ignore[arg-type]  # numpy's stub takes them for its options
+        program, words = ROOT / "experiments/nncodec_files.py", ("--repeats", str(self.repeats))
+        done = subprocess.run(
+            [python, program, "--levels", given, "--out", out, *words],
+            capture_output=True,
+            text=True,
+            cwd=self.folder,  # NNCodec also writes its bitstream to a file
+            env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        )
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+            raise SystemExit(f"{python} cannot run NNCodec: {reason}")
+        with np.load(out) as found:
+            for name, wanted in named.items():
+                if not np.array_equal(found[name], wanted):
+                    raise SystemExit("NNCodec does not give back the levels that it was given")
+            times = {name: float(found[name]) for name in ("encode_s", "decode_s")}
+            facts = {"coder": "NNCodec", "bytes": int(found["file_bytes"]), **times}
+            return {**facts, "nncodec": str(found["version"])}
+
+    def mixing(self) -> Facts:
+        """The bound, for a network with one codebook."""
+        zero = int(self.compressed.codebook.abs().argmin())
+        shapes = [entry.shape for entry in self.compressed.layout.entries]
+        start = time.perf_counter()
+        bits = ideal_bits(self.arrays, shapes, zero)
+        seconds = time.perf_counter() - start
+        return {"coder": "context mixing, ideal", "bytes": math.ceil(bits / 8), "model_s": seconds}
+
+    def _integers(self, raw: bytes) -> coder.Integers:
+        return np.frombuffer(raw, self.whole.dtype)
+
+
+def peak_bytes(path: Path, threads: int) -> int | None:
+    """How much this process grows while it loads a file; None where the system does not tell."""
+    torch.set_num_threads(threads)
+    layout = pwfn.Layout.of(torch.nn.Linear(64, 64))
+    pwfn.loads(Compressed.of(layout, torch.ones(layout.size), None, {}).dumps())  # imports what is needed
+
+    def resident(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        before = resident("VmRSS")
+        loaded = pwfn.load(path)
+        peak = resident("VmHWM")
+        del loaded
+    except OSError:
+        return None
+    return peak - before
 
 
 def processor() -> str:
@@ -240,28 +293,45 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def versions() -> dict[str, str]:
-    """Of everything that is timed."""
-    packages = ("pwfn", "constriction", "zstandard", "numpy", "torch", "safetensors")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
-
-
-def main() -> int:
-    """Run all cases; 1 if a bound on size is broken, which no slow machine excuses."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the weights, fewer repeats")
-    quick = parser.parse_args().quick
-    torch.set_num_threads(1)
-    model = resnet18(4 if quick else 1)
-    sound = True
-    with tempfile.TemporaryDirectory() as folder:
-        for bits, values in SETTINGS:
-            bench = Bench(model, bits, values, repeats=3 if quick else 7)
-            bench.indices()
-            bench.file(Path(folder))
-            sound &= bench.sound
-    return 0 if sound else 1
+def main() -> None:
+    """Run all coders on all files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", type=Path, default=ROOT / "experiments/models", help="folder of files")
+    parser.add_argument("--quick", action="store_true", help="small files only, fewer repeats")
+    parser.add_argument("--nncodec", metavar="PYTHON", help="interpreter of an environment with NNCodec")
+    parser.add_argument("--record", action="store_true", help="keep the results, and rewrite the page")
+    options = parser.parse_args()
+    nncodec = shutil.which(options.nncodec) if options.nncodec else None
+    if options.nncodec and not nncodec:
+        raise SystemExit(f"--nncodec {options.nncodec}: there is no such program")
+    if not nncodec:
+        print("NNCodec is skipped: --nncodec names the interpreter of its environment", file=sys.stderr)
+    if not find_spec("brotli"):
+        print("brotli is skipped: its module is not installed", file=sys.stderr)
+    packages = ["pwfn", "constriction", "zstandard", "numpy", "torch"]
+    packages += ["brotli"] if find_spec("brotli") else []
+    where = {
+        "device": f"{processor()}, {os.cpu_count()} cores",
+        "commit": git_commit(Path(__file__)) or "unknown",
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }
+    found: list[Facts] = []
+    for path in sorted(options.models.glob("*.pwfn")):
+        size = Reader(path).header.layout.size
+        if options.quick and size > QUICK_WEIGHTS:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(path, 3 if options.quick else 7, Path(folder))
+            for facts in bench.lines(nncodec and os.path.abspath(nncodec)):
+                found.append({"file": path.stem, "weights": size, **facts, **where})
+                print(json.dumps(found[-1]), flush=True)
+    if not found:
+        raise SystemExit(f"{options.models}: there is no .pwfn file here")
+    print(table.codec_tables(found))
+    if options.record:
+        (table.RESULTS / "codec_cpu.jsonl").write_text("".join(json.dumps(facts) + "\n" for facts in found))
+        table.PAGE.write_text(table.page(table.PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
