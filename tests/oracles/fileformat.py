@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import constriction
 import numpy as np
 import zstandard
+
 from oracles import contexts
 
 WIDTHS = {

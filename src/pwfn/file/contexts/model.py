@@ -81,7 +81,7 @@ class Tree:
         return cls(total, tuple(present), tuple(lengths[symbol] for symbol in present))
 
     def to_bytes(self) -> bytes:
-        """Numbers of weights and symbols, then for each symbol the gap before it and its length; all LEB128."""
+        """Weights, number of symbols, then for each the gap to the one before and its length; all LEB128."""
         gaps = np.diff(self.symbols, prepend=-1) - 1
         pairs = np.stack((gaps, self.lengths), 1).reshape(-1).tolist()
         return numbers_to_bytes((self.weights, len(self.symbols), *pairs))
