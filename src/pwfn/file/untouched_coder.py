@@ -24,7 +24,7 @@ from pwfn.file.header import Stored
 
 Ints: TypeAlias = NDArray[np.int64]
 
-_PLAIN, _CONSTANT, _CODED = range(3)
+_PLAIN, _CODED, _CONSTANT = range(3)
 _FIELDS = {  # bytes of a number, bits of its exponent and of its mantissa
     torch.float16: (2, 5, 10),
     torch.bfloat16: (2, 8, 7),
@@ -38,7 +38,7 @@ _MOST_CODED = 2**20  # numbers in a coded group; zstd decodes larger ones faster
 _MOST_HEAD = 3  # bits of the mantissa in a head
 _MOST_SYMBOL = 2**24
 _CODE_BITS = 15  # of the longest code
-_OFFSET = 2**12  # added to the smallest exponent, which may be negative
+_NUMBER_BITS = 97  # of the largest number, 2^48
 _STEP = 2**14  # symbols decoded at a time
 
 
@@ -67,7 +67,7 @@ def decode(raw: bytes, wanted: Sequence[Stored]) -> dict[str, Tensor]:
         for item in group:
             found[item.name] = coder.tensor_of(plain[start : start + item.size], item.dtype, item.shape)
             start += item.size
-    if source.take(len(raw) - source.at).strip(b"\x00"):
+    if source.take(len(raw) - source.bit // 8).strip(b"\x00"):
         raise FileError("there are bytes after the last number")
     return {item.name: found[item.name] if item.size else _empty(item) for item in wanted}
 
@@ -94,9 +94,10 @@ def _fewest_bytes(wanted: Sequence[Stored]) -> int:
 def _smallest(parts: list[bytes], dtype: torch.dtype) -> bytes:
     plain, width = b"".join(parts), dtype.itemsize
     if plain == plain[:width] * (len(plain) // width):
-        return bytes([_CONSTANT]) + plain[:width]
+        ending = plain[:width].lstrip(b"\x00")
+        return _packed(_numbers(_CONSTANT + len(ending))) + ending
     block = coder.squeeze(coder.shuffled(plain, width))
-    forms = [bytes([_PLAIN]) + coder.numbers_to_bytes([len(block)]) + block]
+    forms = [_packed(_numbers(_PLAIN, len(block))) + block]
     if dtype in _FIELDS and len(plain) <= _MOST_CODED * _FIELDS[dtype][0]:
         forms += _coded(plain, [len(part) for part in parts], dtype)
     return min(forms, key=len)
@@ -113,43 +114,61 @@ def _coded(plain: bytes, sizes: list[int], dtype: torch.dtype) -> Iterator[bytes
     used = np.where(mantissa == 0, 0, fraction_bits - lowest)
     most = int(used.max())
     ends = np.cumsum(sizes)[:-1] // width
-    medians = [int(np.median(part)) for part in np.split(exponent, ends)]
-    last = np.where(used > 0, exponent - used, 2**exponent_bits)  # no bit is used at this exponent
-    lows = [int(part.min()) for part in np.split(last, ends)]
-    for chosen in ([0] * len(sizes), medians, lows):
-        bases = np.array(chosen) - min(chosen)
-        steps = exponent - np.repeat(bases, np.array(sizes) // width)
+    last = np.where(used > 0, exponent - used, exponent.max())  # exponent at which no bit would be left
+    for bases in (
+        np.zeros(len(sizes), np.int64),
+        np.array([int(np.median(part)) for part in np.split(exponent, ends)]),
+        np.array([int(part.min()) for part in np.split(last, ends)]),
+    ):
+        bases = bases.max() - bases
+        steps = exponent + np.repeat(bases, np.array(sizes) // width)
         start = int(steps.min())
         steps -= start
-        floor = max(int((steps - used).min(initial=2**_CODE_BITS, where=used > 0)), -most)
+        floor = max(int((steps - used).min(initial=_MOST_SYMBOL, where=used > 0)), -most) if most else 0
         tail = np.clip(steps - floor, 0, most)
         for head, with_sign in product(range(min(_MOST_HEAD, most) + 1), (0, 1)):
             heads = (steps << head) | (mantissa >> (fraction_bits - head))
-            planes = [mantissa[tail > i] >> (fraction_bits - 1 - i) & 1 for i in range(head, most)]
-            facts = (2 * head + with_sign, most, floor + most, start + _OFFSET)
-            yield b"".join(
-                (
-                    bytes([_CODED]) + coder.numbers_to_bytes(facts),
-                    _huffman(bases),
-                    _huffman(2 * heads + sign if with_sign else heads),
-                    np.packbits(np.concatenate((sign[: 0 if with_sign else None], *planes)) > 0).tobytes(),
-                )
+            yield _packed(
+                _numbers(_CODED, 2 * head + with_sign, most, floor + most, start),
+                *_huffman(bases),
+                *_huffman(2 * heads + sign if with_sign else heads),
+                sign[: 0 if with_sign else None],
+                *(mantissa[tail > i] >> (fraction_bits - 1 - i) & 1 for i in range(head, most)),
             )
 
 
-def _huffman(symbols: Ints) -> bytes:
-    """The table (number of symbols; for each the gap to the one before and its bits), then the codes."""
+def _packed(*bits: Ints) -> bytes:
+    """Bits to bytes, the first one at the top."""
+    return np.packbits(np.concatenate(bits) > 0).tobytes()
+
+
+def _numbers(*numbers: int) -> Ints:
+    """The bits of each number plus one, behind as many zeros as follow its first bit (Elias gamma).
+
+    >>> _numbers(0, 4).tolist()
+    [1, 0, 0, 1, 0, 1]
+    """
+    return _bits("".join(f"{n + 1:0{2 * (n + 1).bit_length() - 1}b}" for n in numbers))
+
+
+def _bits(text: str) -> Ints:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int64) - ord("0")
+
+
+def _huffman(symbols: Ints) -> tuple[Ints, Ints]:
+    """The table (number of symbols; for each the gap to the one before and its bits), and the codes."""
     present, rank, counts = np.unique(symbols, return_inverse=True, return_counts=True)
     lengths = _code_lengths(counts.tolist())
-    gaps = np.diff(present, prepend=-1) - 1
-    table = coder.numbers_to_bytes([len(present), *(16 * gaps + lengths).tolist()])
+    table = [_numbers(len(present) - 1)]
+    for gap, length in zip((np.diff(present, prepend=-1) - 1).tolist(), lengths.tolist(), strict=True):
+        table += _numbers(gap), _bits(f"{length:04b}")
     order = np.argsort(lengths, kind="stable")
     spans = 1 << (_CODE_BITS - lengths[order])
     codes = np.empty_like(lengths)  # shifted to the top of 15 bits
     codes[order] = np.cumsum(spans) - spans
     places = np.arange(_CODE_BITS)
     bits = codes[rank][:, None] >> (_CODE_BITS - 1 - places) & 1
-    return table + np.packbits(bits[places < lengths[rank][:, None]] > 0).tobytes()
+    return np.concatenate(table), bits[places < lengths[rank][:, None]]
 
 
 def _code_lengths(counts: list[int]) -> Ints:
@@ -169,97 +188,116 @@ def _code_lengths(counts: list[int]) -> Ints:
 
 
 class _Source:
-    """Bytes that are read from the front."""
+    """Bits and bytes that are read from the front."""
 
     def __init__(self, raw: bytes) -> None:
-        self.raw, self.at = raw, 0
+        self.raw, self.bit = raw, 0
+
+    def skip(self, bits: int) -> None:
+        self.bit += bits
+        if self.bit > 8 * len(self.raw):
+            raise FileError(f"it ends {-(-self.bit // 8) - len(self.raw):,} bytes too early")
 
     def take(self, size: int) -> bytes:
-        if size > len(self.raw) - self.at:
-            raise FileError(f"it ends {size - len(self.raw) + self.at:,} bytes too early")
-        self.at += size
-        return self.raw[self.at - size : self.at]
+        """Whole bytes, from the next one on."""
+        if self.field(-self.bit % 8):
+            raise FileError("a bit between two parts is not zero")
+        self.skip(8 * size)
+        return self.raw[self.bit // 8 - size : self.bit // 8]
+
+    def field(self, bits: int) -> int:
+        """A number of so many bits, at most 97."""
+        found = self._ahead() >> (_NUMBER_BITS - bits)
+        self.skip(bits)
+        return found
 
     def number(self, most: int = coder.MOST_NUMBER) -> int:
-        """A LEB128 number."""
-        size = next((i for i, byte in enumerate(self.raw[self.at : self.at + 8]) if byte < 128), 8) + 1
-        number = int(coder.numbers_from_bytes(self.take(size))[0])
-        if number > most:
-            raise FileError(f"a number is {number:,} where at most {most:,} is allowed")
+        """What :func:`_numbers` wrote."""
+        zeros = _NUMBER_BITS - self._ahead().bit_length()
+        number = self.field(min(2 * zeros + 1, _NUMBER_BITS)) - 1
+        if not 0 <= number <= most:
+            raise FileError(f"a number is not from 0 to {most:,}")
         return number
+
+    def _ahead(self) -> int:
+        """The next 97 bits; zeros follow the last byte."""
+        start, gone = divmod(self.bit, 8)
+        ahead = int.from_bytes(self.raw[start : start + 13].ljust(13, b"\x00"), "big")
+        return (ahead >> (7 - gone)) % 2**_NUMBER_BITS
 
     def group(self, group: list[Stored]) -> bytes:
         """The numbers of a group."""
         dtype, size = group[0].dtype, sum(item.size for item in group)
-        kind = self.number()
+        width, kind = dtype.itemsize, self.number(_CONSTANT + dtype.itemsize)
+        if kind >= _CONSTANT:
+            return self.take(kind - _CONSTANT).rjust(width, b"\x00") * (size // width)
         if kind == _PLAIN:
-            return coder.unshuffled(coder.unsqueeze(self.take(self.number()), size), dtype.itemsize)
-        if kind == _CONSTANT:
-            return self.take(dtype.itemsize) * (size // dtype.itemsize)
-        if kind != _CODED or dtype not in _FIELDS:
-            raise FileError(f"a group of {dtype} is of kind {kind}, which it cannot be")
-        return self.coded([item.size for item in group], dtype)
+            block_bytes = self.number(len(self.raw))
+            return coder.unshuffled(coder.unsqueeze(self.take(block_bytes), size), width)
+        if dtype not in _FIELDS:
+            raise FileError(f"numbers of {dtype} are coded as floating-point numbers are")
+        found = self.coded([item.size for item in group], dtype)
+        self.take(0)
+        return found
 
     def coded(self, sizes: list[int], dtype: torch.dtype) -> bytes:
         """The inverse of :func:`_coded`."""
         width, exponent_bits, fraction_bits = _FIELDS[dtype]
         head, with_sign = divmod(self.number(2 * _MOST_HEAD + 1), 2)
         most = self.number(fraction_bits)
-        floor, start = self.number(_MOST_SYMBOL) - most, self.number(_MOST_SYMBOL) - _OFFSET
+        floor, start = self.number(_MOST_SYMBOL) - most, self.number(_MOST_SYMBOL)
         bases = np.repeat(self.symbols(len(sizes)), np.array(sizes) // width)
         heads = self.symbols(len(bases))
         sign, heads = (heads & 1, heads >> 1) if with_sign else (np.zeros_like(heads), heads)
         steps, mantissa = heads >> head, (heads & (2**head - 1)) << (fraction_bits - head)
-        exponent = bases + steps + start
+        exponent = steps + start - bases
         if head > most or exponent.min() < 0 or exponent.max() >= 2**exponent_bits:
             raise FileError(f"an exponent is beyond the {exponent_bits} bits of {dtype}, or a head too long")
         tail = np.clip(steps - floor, 0, most)
         owners = [np.flatnonzero(tail > i) for i in range(head, most)]
-        bits = self.bits(len(bases) * (1 - with_sign) + sum(map(len, owners)))
         if not with_sign:
-            sign, bits = np.split(bits, [len(bases)])
+            sign = self.bits(len(bases))
         for i, owner in enumerate(owners, head):
-            mantissa[owner] |= bits[: len(owner)] << (fraction_bits - 1 - i)
-            bits = bits[len(owner) :]
+            mantissa[owner] |= self.bits(len(owner)) << (fraction_bits - 1 - i)
         top = (sign << exponent_bits | exponent).astype(np.uint64) << np.uint64(fraction_bits)
         return (top | mantissa.astype(np.uint64)).astype(f"<u{width}").tobytes()
 
     def bits(self, count: int) -> Ints:
-        """Bits, the top one of a byte first."""
-        return np.unpackbits(np.frombuffer(self.take(-(-count // 8)), np.uint8))[:count].astype(np.int64)
+        """Single bits."""
+        start, gone = divmod(self.bit, 8)
+        self.skip(count)
+        part = np.frombuffer(self.raw[start : -(-self.bit // 8)], np.uint8)
+        return np.unpackbits(part)[gone : gone + count].astype(np.int64)
 
     def symbols(self, count: int) -> Ints:
         """The inverse of :func:`_huffman`."""
-        size, symbols, sizes = self.number(_MOST_SYMBOL), [-1], []
-        for _ in range(size):
-            gap, length = divmod(self.number(16 * _MOST_SYMBOL), 16)
-            symbols.append(symbols[-1] + 1 + gap)
-            sizes.append(length)
-        present, lengths = np.array(symbols[1:]), np.array(sizes)
-        if size == 1 and sizes == [0] and symbols[1] <= _MOST_SYMBOL:
-            return np.full(count, present[0])
-        if size < 2 or symbols[-1] > _MOST_SYMBOL or min(sizes) < 1:
-            raise FileError("a table of codes has no symbol, one that is too large, or one without bits")
-        order = np.argsort(lengths, kind="stable")
-        if sum(2 ** (_CODE_BITS - length) for length in sizes) != 2**_CODE_BITS:
-            raise FileError("the codes of a table are not complete")
-        rank = np.repeat(order, 1 << (_CODE_BITS - lengths[order]))  # of every 15 bits
-        found, bit = np.empty(count, np.int64), 8 * self.at
+        found, lengths = [-1], []
+        for _ in range(self.number(_MOST_SYMBOL) + 1):
+            found.append(found[-1] + 1 + self.number(_MOST_SYMBOL))
+            lengths.append(self.field(4))
+        if found[-1] > _MOST_SYMBOL or sum(2 ** (_CODE_BITS - n) for n in lengths) != 2**_CODE_BITS:
+            raise FileError("a table has a symbol that is too large, or its codes are not complete")
+        symbols, sizes = np.array(found[1:]), np.array(lengths)
+        if len(symbols) == 1:
+            return np.full(count, symbols[0])
+        order = np.argsort(sizes, kind="stable")
+        rank = np.repeat(order, 1 << (_CODE_BITS - sizes[order]))  # of any 15 bits
+        whole = np.empty(count, np.int64)
         for start in range(0, count, _STEP):
-            part = found[start : start + _STEP]
-            ranks = rank[self._windows(bit // 8, (len(part) * _CODE_BITS + 7) // 8 + 1)]
-            widths, places, place = lengths[ranks].tolist(), [], bit % 8
+            part = whole[start : start + _STEP]
+            ranks = rank[self._windows(len(part))]
+            steps, places, place = sizes[ranks].tolist(), [], 0
             for _ in range(len(part)):
                 places.append(place)
-                place += widths[place]
-            part[:] = present[ranks[places]]
-            bit = bit - bit % 8 + place
-        self.take(-(-bit // 8) - self.at)
-        return found
+                place += steps[place]
+            part[:] = symbols[ranks[places]]
+            self.skip(place)
+        return whole
 
-    def _windows(self, start: int, size: int) -> NDArray[np.uint32]:
-        """The 15 bits from every bit of some bytes on; zeros follow the last byte."""
-        part = self.raw[start : start + size + 2]
-        here = np.frombuffer(part.ljust(size + 2, b"\x00"), np.uint8).astype(np.uint32)
+    def _windows(self, count: int) -> NDArray[np.uint32]:
+        """From every bit on that so many codes may reach, the next 15; zeros follow the last byte."""
+        start, gone = divmod(self.bit, 8)
+        size = (count * _CODE_BITS + 7) // 8 + 3
+        here = np.frombuffer(self.raw[start : start + size].ljust(size, b"\x00"), np.uint8).astype(np.uint32)
         three = here[:-2] << 16 | here[1:-1] << 8 | here[2:]
-        return (three[:, None] >> np.arange(9, 1, -1, np.uint32) & (2**_CODE_BITS - 1)).reshape(-1)
+        return (three[:, None] >> np.arange(9, 1, -1, np.uint32) & (2**_CODE_BITS - 1)).reshape(-1)[gone:]
