@@ -18,24 +18,25 @@ _NUMBER_BITS = 97  # of the largest number, 2^49 - 2
 _STEP = 2**14  # symbols decoded at a time
 
 
-def pack(*bits: Integers) -> bytes:
+def pack(*bits: Integers | str) -> bytes:
     """Bits to bytes, the first one at the top; zeros fill the last byte."""
-    return np.packbits(np.concatenate(bits) > 0).tobytes()
+    parts = [np.frombuffer(part.encode(), np.uint8) & 1 if isinstance(part, str) else part for part in bits]
+    return np.packbits(np.concatenate(parts).astype(bool)).tobytes()
 
 
-def gamma(*numbers: int) -> Integers:
+def gamma(*numbers: int) -> str:
     """Elias gamma codes: the bits of each number plus one, behind as many zeros as follow its first bit.
 
-    >>> gamma(0, 4).tolist()
-    [1, 0, 0, 1, 0, 1]
+    >>> gamma(0, 4)
+    '100101'
     """
-    return _bits("".join(f"{n + 1:0{2 * (n + 1).bit_length() - 1}b}" for n in numbers))
+    return "".join(f"{n + 1:0{2 * (n + 1).bit_length() - 1}b}" for n in numbers)
 
 
-def huffman(symbols: Integers) -> Integers:
+def huffman(symbols: Integers) -> tuple[str, Integers]:
     """Symbols from 0 to ``MOST_SYMBOL``: a table of the lengths of their codes, then the codes.
 
-    >>> Bits(pack(huffman(np.array([7, 2, 7])))).symbols(3).tolist()
+    >>> Bits(pack(*huffman(np.array([7, 2, 7])))).symbols(3).tolist()
     [7, 2, 7]
     """
     present, lengths, table = _table(np.bincount(symbols))
@@ -45,7 +46,7 @@ def huffman(symbols: Integers) -> Integers:
     codes[:, present[order]] = np.cumsum(spans) - spans, lengths[order]
     code, length = codes[:, symbols, None]
     places = np.arange(_CODE_BITS)
-    return np.concatenate((table, (code >> (_CODE_BITS - 1 - places) & 1)[places < length]))
+    return table, (code >> (_CODE_BITS - 1 - places) & 1)[places < length]
 
 
 def huffman_bits(symbols: Integers) -> int:
@@ -144,31 +145,30 @@ class Bits:
         return windows.reshape(-1)[gone:]
 
 
-def _bits(text: str) -> Integers:
-    return np.frombuffer(text.encode(), np.uint8).astype(np.int64) - ord("0")
-
-
-def _table(counts: Integers) -> tuple[Integers, Integers, Integers]:
+def _table(counts: Integers) -> tuple[Integers, Integers, str]:
     """The symbols that occur, the lengths of their codes, and both as bits."""
     present = np.flatnonzero(counts)
     lengths = _code_lengths(counts[present].tolist())
-    bits = [gamma(len(present) - 1)]
-    for gap, length in zip((np.diff(present, prepend=-1) - 1).tolist(), lengths.tolist(), strict=True):
-        bits += gamma(gap), _bits(f"{length:04b}")
-    return present, lengths, np.concatenate(bits)
+    gaps = (np.diff(present, prepend=-1) - 1).tolist()
+    pairs = (f"{gamma(gap)}{length:04b}" for gap, length in zip(gaps, lengths, strict=True))
+    return present, np.array(lengths), gamma(len(present) - 1) + "".join(pairs)
 
 
-def _code_lengths(counts: list[int]) -> Integers:
+def _code_lengths(counts: list[int]) -> list[int]:
     """Bits of each symbol's Huffman code; from flatter counts where one would have more than 15.
 
-    >>> _code_lengths([5, 1, 2]).tolist()
+    >>> _code_lengths([5, 1, 2])
     [1, 2, 2]
     """
-    lengths = np.zeros(len(counts), np.int64)
-    heap = [(count, symbol, [symbol]) for symbol, count in enumerate(counts)]
+    parents = [0] * (2 * len(counts) - 1)  # a tree of the symbols and the pairs that are joined
+    heap = [(count, node) for node, count in enumerate(counts)]
     heapq.heapify(heap)
-    while len(heap) > 1:
-        (a, first, left), (b, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        lengths[left + right] += 1
-        heapq.heappush(heap, (a + b, first, left + right))
-    return lengths if lengths.max() <= _CODE_BITS else _code_lengths([(n + 1) // 2 for n in counts])
+    for pair in range(len(counts), len(parents)):
+        (a, left), (b, right) = heapq.heappop(heap), heapq.heappop(heap)
+        parents[left] = parents[right] = pair
+        heapq.heappush(heap, (a + b, pair))
+    depths = [0] * len(parents)
+    for node in reversed(range(len(parents) - 1)):
+        depths[node] = depths[parents[node]] + 1
+    lengths = depths[: len(counts)]
+    return lengths if max(lengths) <= _CODE_BITS else _code_lengths([(n + 1) // 2 for n in counts])

@@ -127,8 +127,8 @@ def _coded(plain: bytes, sizes: list[int], width: int, exponent_bits: int, fract
     _, head, with_sign, floor, start, below, heads, tail = min(choices, key=lambda choice: choice[0])
     return pack(
         gamma(_CODED, 2 * head + with_sign, most, floor + most, start),
-        huffman(below),
-        huffman(heads),
+        *huffman(below),
+        *huffman(heads),
         sign[: 0 if with_sign else None],
         *(mantissa[tail > i] >> (fraction_bits - 1 - i) & 1 for i in range(head, most)),
     )
