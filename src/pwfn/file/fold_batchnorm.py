@@ -123,7 +123,7 @@ def _rounded(value: Tensor, dtype: UncompressedDtype, shift: bool) -> Tensor:
     finite = exact[np.isfinite(exact)]
     if shift and finite.any():
         power = np.maximum(power, np.frexp(np.sqrt(np.square(finite).mean()))[1])
-    rounded = torch.from_numpy(np.ldexp(np.rint(np.ldexp(exact, bits - power)), power - bits))
+    rounded = torch.as_tensor(np.ldexp(np.rint(np.ldexp(exact, bits - power)), power - bits))
     if dtype is not UncompressedDtype.TF32:
         return rounded.to(getattr(torch, dtype)).to(value)
     rounded = rounded.to(value)
