@@ -88,7 +88,7 @@ def test_every_row_stores_the_rest_of_the_network_alike() -> None:
     for name, (_, what) in few_images.rows().items():
         if isinstance(what, Config):
             assert what.finish.fold_batchnorm, name
-            assert what.finish.uncompressed_dtype == "float16", name
+            assert what.finish.uncompressed_dtype == "tf32", name
 
 
 def test_the_table_has_the_last_line_of_each_row_in_a_fixed_order(tmp_path: Path) -> None:
