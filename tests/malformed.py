@@ -155,6 +155,7 @@ def version_of(name: str) -> int:
 
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
+PLAIN = {1: ("indices", "padding"), 2: ("indices", "untouched", "padding")}  # by version: no blocks
 PREFIX = struct.Struct("<8sHHIII")
 
 
@@ -176,7 +177,7 @@ class Parts:
         at, contents = 24 + size, {}
         for name, stored, raw, _ in header["sections"]:
             block = data[at : at + stored]
-            contents[name] = block if name in ("indices", "padding") else opened(block, raw)
+            contents[name] = block if name in PLAIN[version] else opened(block, raw)
             at += stored
         at, streams = 0, []
         for tensor in header["tensors"]:
@@ -190,7 +191,7 @@ class Parts:
         for tensor, stream in zip(header["tensors"], self.streams, strict=False):
             tensor |= {"bytes": len(stream), "crc32": zlib.crc32(stream)}
         raw = {**self.contents, "indices": b"".join(self.streams)}
-        stored = {n: raw[n] if n in ("indices", "padding") else closed(raw[n]) for n in SECTIONS}
+        stored = {n: raw[n] if n in PLAIN[self.version] else closed(raw[n]) for n in SECTIONS}
         stored |= self.blocks
         header["sections"] = [[n, len(stored[n]), len(raw[n]), zlib.crc32(stored[n])] for n in SECTIONS]
         for change in self.late:

@@ -480,7 +480,7 @@ def test_spoilt_files(fault: str) -> None:
 
 @pytest.mark.parametrize("section", ["codebooks", "tables", "posterior", "untouched"])
 def test_blocks_that_do_not_unpack(section: str) -> None:
-    parts = Parts.of(case("weight")[1])
+    parts = Parts.of(case("weight@1")[1])
     content = parts.contents[section]
     unsized = zstandard.ZstdCompressor(level=3, write_content_size=False).compress(content)
     bad = (

@@ -13,7 +13,10 @@ from pwfn.errors import FileError
 Integers: TypeAlias = NDArray[np.int64]
 
 MOST_SYMBOL = 2**15 - 1
-_CODE_BITS = 15  # of the longest code
+
+CODE_BITS = 15
+"""Bits of the longest code."""
+
 _NUMBER_BITS = 97  # of the largest number, 2^49 - 2
 _STEP = 2**14  # symbols decoded at a time
 
@@ -41,12 +44,12 @@ def huffman(symbols: Integers) -> tuple[str, Integers]:
     """
     present, lengths, table = _table(np.bincount(symbols))
     order = np.argsort(lengths, kind="stable")
-    spans = 1 << (_CODE_BITS - lengths[order])
+    spans = 1 << (CODE_BITS - lengths[order])
     codes = np.zeros((2, present[-1] + 1), np.int64)  # each with its length, shifted to the top of 15 bits
     codes[:, present[order]] = np.cumsum(spans) - spans, lengths[order]
     code, length = codes[:, symbols, None]
-    places = np.arange(_CODE_BITS)
-    return table, (code >> (_CODE_BITS - 1 - places) & 1)[places < length]
+    places = np.arange(CODE_BITS)
+    return table, (code >> (CODE_BITS - 1 - places) & 1)[places < length]
 
 
 def huffman_bits(symbols: Integers) -> int:
@@ -106,7 +109,7 @@ class Bits:
         if len(symbols) == 1:
             return np.full(count, symbols[0])
         order = np.argsort(lengths, kind="stable")
-        rank = np.repeat(order, 1 << (_CODE_BITS - lengths[order]))  # of any 15 bits
+        rank = np.repeat(order, 1 << (CODE_BITS - lengths[order]))  # of any 15 bits
         found = np.empty(count, np.int64)
         for start in range(0, count, _STEP):
             part = found[start : start + _STEP]
@@ -125,7 +128,7 @@ class Bits:
         for _ in range(self.number(MOST_SYMBOL) + 1):
             symbols.append(symbols[-1] + 1 + self.number(MOST_SYMBOL))
             lengths.append(self.field(4))
-        if symbols[-1] > MOST_SYMBOL or sum(2 ** (_CODE_BITS - n) for n in lengths) != 2**_CODE_BITS:
+        if symbols[-1] > MOST_SYMBOL or sum(2 ** (CODE_BITS - n) for n in lengths) != 2**CODE_BITS:
             raise FileError("the codes of a table are incomplete, or a symbol is too large")
         return np.array(symbols[1:]), np.array(lengths)
 
@@ -138,26 +141,26 @@ class Bits:
     def _windows(self, count: int) -> Integers:
         """The next 15 bits from every place on that so many codes may reach; zeros follow the last byte."""
         start, gone = divmod(self.place, 8)
-        size = (count * _CODE_BITS + 7) // 8 + 3
+        size = (count * CODE_BITS + 7) // 8 + 3
         part = np.frombuffer(self.raw[start : start + size].ljust(size, b"\x00"), np.uint8).astype(np.int64)
         three = part[:-2] << 16 | part[1:-1] << 8 | part[2:]
-        windows: Integers = three[:, None] >> np.arange(9, 1, -1) & (2**_CODE_BITS - 1)
+        windows: Integers = three[:, None] >> np.arange(9, 1, -1) & (2**CODE_BITS - 1)
         return windows.reshape(-1)[gone:]
 
 
 def _table(counts: Integers) -> tuple[Integers, Integers, str]:
     """The symbols that occur, the lengths of their codes, and both as bits."""
     present = np.flatnonzero(counts)
-    lengths = _code_lengths(counts[present].tolist())
+    lengths = code_lengths(counts[present].tolist())
     gaps = (np.diff(present, prepend=-1) - 1).tolist()
     pairs = (f"{gamma(gap)}{length:04b}" for gap, length in zip(gaps, lengths, strict=True))
     return present, np.array(lengths), gamma(len(present) - 1) + "".join(pairs)
 
 
-def _code_lengths(counts: list[int]) -> list[int]:
+def code_lengths(counts: list[int]) -> list[int]:
     """Bits of each symbol's Huffman code; from flatter counts where one would have more than 15.
 
-    >>> _code_lengths([5, 1, 2])
+    >>> code_lengths([5, 1, 2])
     [1, 2, 2]
     """
     parents = [0] * (2 * len(counts) - 1)  # a tree of the symbols and the pairs that are joined
@@ -171,4 +174,4 @@ def _code_lengths(counts: list[int]) -> list[int]:
     for node in reversed(range(len(parents) - 1)):
         depths[node] = depths[parents[node]] + 1
     lengths = depths[: len(counts)]
-    return lengths if max(lengths) <= _CODE_BITS else _code_lengths([(n + 1) // 2 for n in counts])
+    return lengths if max(lengths) <= CODE_BITS else code_lengths([(n + 1) // 2 for n in counts])
