@@ -107,6 +107,15 @@ def one_flat_layer() -> Compressed:
     return Compressed.of(whole.layout, values, whole.weight_sigma, {})
 
 
+def with_scales(*sizes: tuple[int, int]) -> Compressed:
+    """Linear layers with rows of zeros, which are shorter with contexts, in streams that they share."""
+    whole = plain(*sizes, values=20)
+    values = whole.values()
+    for entry in whole.layout.entries:
+        values[entry.span].view(entry.shape)[::3] = 0.0
+    return Compressed.of(whole.layout, values, whole.weight_sigma, {"kept": torch.arange(5.0)})
+
+
 def per_axis(axis: int) -> Callable[[Any], tuple[int, int]]:
     return lambda entry: (axis, entry.shape[axis]) if len(entry.shape) > 1 else (0, 1)
 
@@ -134,6 +143,7 @@ CASES: dict[str, tuple[Callable[[], Compressed], str]] = {
     "very_many_values": (lambda: plain((300, 400), values=80_000, kinds=0), "weight"),
     "own_sigmas": (lambda: plain((40, 50), values=20, kinds=0), "weight"),
     "one_weight": (lambda: plain((1, 1), values=20), "weight"),
+    "contexts": (lambda: with_scales((20, 30), (30, 20), (40, 50)), "centre"),
     "padded": (lambda: plain((2_000, 1_000), values=1, kinds=1), "centre"),
 }  # fmt: skip
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from malformed import plain
+from malformed import with_scales
 from oracles import contexts as oracle
 
-from pwfn import Compressed
 from pwfn.errors import FileError
 from pwfn.file import coder as table_coder
 from pwfn.file import native
@@ -202,16 +201,6 @@ def test_constants_are_the_functions_they_stand_for() -> None:
 
 
 # Streams of several tensors
-
-
-def with_scales(*sizes: tuple[int, int]) -> Compressed:
-    """Linear layers whose rows differ in scale, which contexts make use of."""
-    whole = plain(*sizes, values=20)
-    values = whole.values()
-    for entry in whole.layout.entries:
-        rows = values[entry.span].view(entry.shape)
-        rows[::3] = 0.0
-    return Compressed.of(whole.layout, values, None, {})
 
 
 def test_one_tensor_of_a_shared_stream_can_be_read_alone() -> None:

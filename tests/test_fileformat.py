@@ -272,12 +272,15 @@ def test_hashes_that_people_have_pinned_stay_what_they_are() -> None:
     pinned = {
         "v1_centre": "5c74465f1f1c967aed443281815e49120dc06ae5b72c638f2b0d9cb1de0714f8",
         "v1_channels_weight": "1e6c4cf3e47d61a37cc18fd6d701c0a170167259af169e5f0a4c824f31e88e2a",
+        "v2_channels_weight": "1e6c4cf3e47d61a37cc18fd6d701c0a170167259af169e5f0a4c824f31e88e2a",
+        "v2_contexts": "27f08c344e3cf499fdf6ab104762a1d72237a46b59c2dcf0904e6821dfd14f34",
     }
     assert {stem: load(make.HERE / f"{stem}.pwfn").content_sha256() for stem in pinned} == pinned
 
 
 def test_golden_files_are_there_and_are_not_made_again() -> None:
-    assert {"v1_centre", "v1_channels_weight"} <= set(GOLDEN)
+    assert {"v1_centre", "v1_channels_weight", "v2_channels_weight", "v2_contexts"} <= set(GOLDEN)
+    assert all(tensor.contexts for tensor in Reader(make.HERE / "v2_contexts.pwfn").header.tensors)
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in make.HERE.glob("*.*")}
     make.main()
     assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in make.HERE.glob("*.*")} == before
