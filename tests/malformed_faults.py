@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
     "padding missing": ("padded@1", content("padding", lambda raw: b""), "weights are more"),
     "contexts with a table": ("contexts", tensor(0, own_table=True), "'0.weight': contexts need"),
     "contexts of a large codebook": ("many_values", tensor(0, contexts=True), TABLES),
-    "contexts of several codebooks": ("channels", tensor(0, contexts=True), TABLES),
+    "contexts of several codebooks": ("channels", tensor(1, contexts=True), TABLES),
     "first tensor continues": ("contexts", tensor(0, continues=True), "'0.weight': it continues"),
     "continues with bytes": ("contexts", stream(lambda s: b"\x01\x00", 1), "'1.weight': it continues"),
     "continues without contexts": ("contexts", tensor(1, contexts=False), TABLES),
