@@ -4,8 +4,8 @@
 
 Rewrites the files of version 1: indices with contexts, BatchNorm folded, and what is not compressed rounded
 as the presets do it (``finish.fold_batchnorm``, ``finish.uncompressed_dtype``; bfloat16 where the run asked
-for that). Each network is scored before and after on the test images, which choose nothing, and one JSON line is
-appended to experiments/results/files.jsonl. ``python experiments/results.py docs`` makes the table of
+for that). Each network is scored before and after on the test images, which choose nothing, and one JSON line
+is appended to experiments/results/files.jsonl. ``python experiments/results.py docs`` makes the table of
 docs/results.md from them.
 """
 

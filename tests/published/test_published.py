@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import files
 import pytest
 import results
 import targets
