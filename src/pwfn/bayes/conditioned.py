@@ -84,7 +84,7 @@ class ConditionedNetwork(Method):
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=start.device))
         # Out of reach of state_dict and to: every try starts from the original, on the CPU.
         self._original = (copy.deepcopy(model).cpu().eval(),)
-        self._is_scaled = self.settings.finish.keeps_statistics  # to scale filters changes them
+        self._is_scaled = bool(self.frozen)  # to scale filters changes statistics
         self._adopt(self._original[0])
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
@@ -196,8 +196,7 @@ class ConditionedNetwork(Method):
         """The network at a step, and what the user should know about it."""
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)
-        keeps = self.settings.finish.keeps_statistics
-        work = Conditioning(original, model, self.layout, step, keeps_statistics=keeps)
+        work = Conditioning(original, model, self.layout, step, frozen=self.frozen)
         work.run(batches, self.on_layer)
         self._original[0].cpu()
         return work.notes(), model

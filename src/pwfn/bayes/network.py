@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import threading
 import weakref
@@ -39,7 +38,7 @@ class WeightNetwork(nn.Module):
         self.layout = self.layout_of(model, self.settings)
         check_finite(self.layout.gather(model), self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
-        self._frozen = _frozen(self.model, self.settings)
+        self.frozen = _frozen(self.model, self.settings)
         self._place(model.training)
         self._given = _Given(model)
 
@@ -54,7 +53,7 @@ class WeightNetwork(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """As of any module; BatchNorm layers that keep their statistics stay in evaluation mode."""
         super().train(mode)
-        for name in self._frozen:
+        for name in self.frozen:
             self.model.get_submodule(name).eval()
         return self
 
@@ -264,21 +263,21 @@ class _Join(torch.autograd.Function):
         return None, *(g if more is None else more if g is None else g + more for g, more in pairs)
 
 
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors of a model's output, which may be a structure of them.
+def tensors_of(output: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors of a model's output, which may be a structure of them: containers, or any object.
 
     >>> [x.item() for x in tensors_of({"logits": torch.tensor(1), "states": [torch.tensor(2), None]})]
     [1, 2]
     """
     if isinstance(output, Tensor):
         yield output
-        return
-    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
-        output = vars(output)
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    for item in output if isinstance(output, (tuple, list)) else ():
-        yield from tensors_of(item)
+    elif depth:
+        if isinstance(output, Mapping):
+            output = output.values()
+        elif not isinstance(output, (tuple, list)):
+            output = getattr(output, "__dict__", {}).values()
+        for item in tuple(output):
+            yield from tensors_of(item, depth - 1)
 
 
 def _trained(output: Any) -> Iterator[Tensor]:
@@ -317,14 +316,26 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def _frozen(model: nn.Module, config: Config) -> list[str]:
-    """BatchNorm layers that keep their statistics: all if the settings say so, else those frozen by hand.
+    """BatchNorm layers that keep their statistics: all if the settings say so, else those that are frozen.
 
-    That is, in evaluation mode, inside of a module in training mode.
+    That is, left in evaluation mode by the model's own ``train()``; or in evaluation mode while the module
+    around it, or another BatchNorm layer, is in training mode.
     """
-    modes = {name: module.training for name, module in model.named_modules()}
-    layers = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    by_hand = [name for name in layers if not modes[name] and name and modes[name.rpartition(".")[0]]]
-    return layers if config.finish.keeps_statistics else by_hand
+    modules = dict(model.named_modules())
+    modes = {name: module.training for name, module in modules.items()}
+    layers = [name for name, module in modules.items() if isinstance(module, _BatchNorm)]
+    mixed = any(modes[name] for name in layers)
+    model.train()
+    frozen = [
+        name
+        for name in layers
+        if config.finish.keeps_statistics
+        or not modules[name].training
+        or (not modes[name] and (mixed or (name and modes[name.rpartition(".")[0]])))
+    ]
+    for name, module in modules.items():
+        module.training = modes[name]
+    return frozen
 
 
 class _Absent(nn.Parameter):

@@ -32,6 +32,21 @@ def doubts(before: Scores | None, steps: Sequence[int]) -> tuple[str, ...]:
     return tuple(sentence for sentence in found if sentence is not None)
 
 
+def kept_statistics(layers: Sequence[str]) -> tuple[str, ...]:
+    """That these BatchNorm layers are taken as frozen, because of the modes that the model was given in.
+
+    >>> kept_statistics([])
+    ()
+    """
+    if not layers:
+        return ()
+    more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+    return (
+        f"BatchNorm {layers[0]!r}{more} is in evaluation mode, while the module around it or another "
+        "BatchNorm layer is in training mode: its statistics are kept; call model.eval() first if that is not meant",
+    )
+
+
 def other_threads(before: int, now: int) -> tuple[str, ...]:
     """What a run that resumes must know if torch has another number of threads; 0: not known.
 
