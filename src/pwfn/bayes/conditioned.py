@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import Method, WeightState, register
-from pwfn.bayes.objective import class_scores, is_logits
+from pwfn.bayes.objective import class_scores, evaluating, is_logits
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.config.seeds import seed_from
@@ -105,6 +105,8 @@ class ConditionedNetwork(Method):
     def fix(self, fraction: float) -> FixRecord:
         """Fix all weights at multiples of :attr:`grid_step`; where that is None, it is found first."""
         batches = self._parts(self.options.images)
+        with torch.no_grad(), evaluating(self):
+            batches[0].through(self, "conditioning")  # refuses a model that its copies would still use
         used, kept = _divided(batches)
         kept = [batch.mixed(_SHARE) for batch in kept]
         if not self._is_scaled:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
@@ -101,10 +102,16 @@ class WeightNetwork(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with :meth:`weights`."""
+        if not self._given.parameters or torch.compiler.is_compiling():
+            return self._pass(args, kwargs)
+        with _Foreign(self._given):
+            output = self._pass(args, kwargs)
+        self._given = _Given()  # one pass has shown it
+        return output
+
+    def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_placed:
-            output = self.model(*args, **kwargs)
-            self._check_own(output)
-            return output
+            return self.model(*args, **kwargs)
         # With gradients enabled even where the caller disabled them: torch chooses between matrix
         # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
@@ -117,24 +124,8 @@ class WeightNetwork(nn.Module):
         with self._holding(pieces if again is None else again.joined):
             output = self.model(*args, **kwargs)
         if again is not None:
-            self._check_own(output)
             self._ready_backward(output, again)
         return output
-
-    def _check_own(self, output: Any) -> None:
-        """Refuse a model whose copy uses parameters of the model given, once.
-
-        A function inside the model that refers to it is not copied.
-        """
-        if torch.compiler.is_compiling() or not self._given.parameters:
-            return
-        given, self._given = self._given.names(), _Given()
-        found = next((given[id(p)] for p in _trained(output) if id(p) in given), None)
-        if found is not None:
-            raise LayoutError(
-                f"a copy of the model still uses {found} of the original, from a function that refers to it: "
-                "make that function a method of the module"
-            )
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -199,15 +190,35 @@ class _Given:
     """The parameters of the model given, as long as it exists, until a pass has shown that none is used."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        parameters = model.named_parameters() if model is not None else ()
-        self.parameters = [(weakref.ref(parameter), name) for name, parameter in parameters]
-
-    def names(self) -> dict[int, str]:
-        """By identity."""
-        return {id(p): name for reference, name in self.parameters if (p := reference()) is not None}
+        named = model.named_parameters() if model is not None else ()
+        self.parameters = [(weakref.ref(p), name) for name, p in named if p.requires_grad]
 
     def __reduce__(self) -> tuple[type[_Given], tuple[()]]:
         return _Given, ()
+
+
+class _Foreign(TorchDispatchMode):
+    """Within the block, refuse a model whose copy reads parameters of the model given.
+
+    A function inside the model that refers to it is not copied.
+    """
+
+    def __init__(self, given: _Given) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        found = [(p, name) for reference, name in given.parameters if (p := reference()) is not None]
+        self._memory = [(range(p.data_ptr(), p.data_ptr() + p.nbytes), name) for p, name in found]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operation, then carry it out."""
+        for tensor in tensors_of((args, kwargs or {})):
+            at = tensor.data_ptr() if tensor.layout is torch.strided else 0
+            name = next((name for memory, name in self._memory if at in memory), None)
+            if name is not None:
+                raise LayoutError(
+                    f"a copy of the model still uses {name} of the original, from a function that refers to "
+                    "it: make that function a method of the module"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _Again:
@@ -278,19 +289,6 @@ def tensors_of(output: Any, depth: int = 6) -> Iterator[Tensor]:
             output = getattr(output, "__dict__", {}).values()
         for item in tuple(output):
             yield from tensors_of(item, depth - 1)
-
-
-def _trained(output: Any) -> Iterator[Tensor]:
-    """The parameters that an output depends on, by its graph."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
 
 
 def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:

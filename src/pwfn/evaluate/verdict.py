@@ -43,7 +43,7 @@ def kept_statistics(layers: Sequence[str]) -> tuple[str, ...]:
     more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
     return (
         f"BatchNorm {layers[0]!r}{more} is in evaluation mode, while the module around it or another "
-        "BatchNorm layer is in training mode: its statistics are kept; call model.eval() first if that is not meant",
+        "BatchNorm layer is in training mode: its statistics are kept; if not meant so, call model.eval()",
     )
 
 
