@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
 from pwfn.bayes.batches import Source, Stream, batched, device_of
-from pwfn.bayes.batchnorm import reestimate_batchnorm, tracked
+from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence
@@ -199,9 +199,8 @@ class Run:
         if self.config.finish.shrinks:  # what cannot be done is said now, not after all the work
             shrink_uncompressed(copy.deepcopy(self.net.model), self.config.finish)
         before = self.scores(self.original, Precision.FP32)
-        frozen = () if self.config.finish.keeps_statistics else self.net.frozen
-        by_hand = [name for name in frozen if name in tracked(self.original)]
-        warnings = warn(doubts(before, self.phase_steps()) + kept_statistics(by_hand), self.distributed)
+        found = doubts(before, self.phase_steps()) + kept_statistics(self.net, self.original)
+        warnings = warn(found, self.distributed)
         self.start_network(self.net)
         start = trace.at_start(self.net.layout, self.net.state())
         self.progress = replace(self.progress, before=before, start=start, warnings=warnings)

@@ -9,7 +9,11 @@ import logging
 import math
 from collections.abc import Sequence
 
+from torch import nn
+
+from pwfn.bayes.batchnorm import tracked
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.network import WeightNetwork
 from pwfn.evaluate.score import Scores
 
 LOGGER = logging.getLogger("pwfn")
@@ -32,17 +36,14 @@ def doubts(before: Scores | None, steps: Sequence[int]) -> tuple[str, ...]:
     return tuple(sentence for sentence in found if sentence is not None)
 
 
-def kept_statistics(layers: Sequence[str]) -> tuple[str, ...]:
-    """That these BatchNorm layers are taken as frozen, because of the modes that the model was given in.
-
-    >>> kept_statistics([])
-    ()
-    """
-    if not layers:
+def kept_statistics(net: WeightNetwork, model: nn.Module) -> tuple[str, ...]:
+    """Whether BatchNorm layers are taken as frozen only because of the modes that the model was given in."""
+    by_mode = [name for name in net.frozen if name in tracked(model)]
+    if net.settings.finish.keeps_statistics or not by_mode:
         return ()
-    more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+    more = f" and {len(by_mode) - 1} more" if len(by_mode) > 1 else ""
     return (
-        f"BatchNorm {layers[0]!r}{more} is in evaluation mode, while the module around it or another "
+        f"BatchNorm {by_mode[0]!r}{more} is in evaluation mode, while the module around it or another "
         "BatchNorm layer is in training mode: its statistics are kept; if not meant so, call model.eval()",
     )
 
