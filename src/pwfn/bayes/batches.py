@@ -132,7 +132,8 @@ class Batch:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; the CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
