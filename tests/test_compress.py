@@ -1263,3 +1263,22 @@ def test_the_callers_mode_of_autograd_does_not_matter(mode: Any, preset: str) ->
         assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
         assert not torch.is_grad_enabled()
     assert dumps(found.compressed) == dumps(wanted.compressed)
+
+
+@pytest.mark.parametrize("target", [None, 8.0])
+def test_a_model_may_keep_a_tensor_of_its_last_pass(target: float | None) -> None:
+    """As mixtures of experts keep a term of the loss: it belongs to a graph, which cannot be copied."""
+
+    class Keeping(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            self.term = x.square().mean()
+            return x
+
+    made = classification()
+    config = BRIEF.override({"target.bits": target, "finish.reestimate_epochs": 0.0})
+    found, wanted = (
+        compress(model, made.train, None, config).compressed
+        for model in (Keeping(*made.model).eval(), made.model.eval())
+    )
+    assert dumps(found) == dumps(wanted)

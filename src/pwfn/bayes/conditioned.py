@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import Method, WeightState, register
-from pwfn.bayes.objective import class_scores, is_logits
+from pwfn.bayes.objective import class_scores, evaluating, is_logits
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.config.seeds import seed_from
@@ -84,7 +84,7 @@ class ConditionedNetwork(Method):
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=start.device))
         # Out of reach of state_dict and to: every try starts from the original, on the CPU.
         self._original = (copy.deepcopy(model).cpu().eval(),)
-        self._is_scaled = self.settings.finish.keeps_statistics  # to scale filters changes them
+        self._is_scaled = bool(self.frozen)  # to scale filters changes statistics
         self._adopt(self._original[0])
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
@@ -105,6 +105,8 @@ class ConditionedNetwork(Method):
     def fix(self, fraction: float) -> FixRecord:
         """Fix all weights at multiples of :attr:`grid_step`; where that is None, it is found first."""
         batches = self._parts(self.options.images)
+        with torch.no_grad(), evaluating(self):
+            batches[0].through(self, "conditioning")  # refuses a model that its copies would still use
         used, kept = _divided(batches)
         kept = [batch.mixed(_SHARE) for batch in kept]
         if not self._is_scaled:
@@ -196,8 +198,7 @@ class ConditionedNetwork(Method):
         """The network at a step, and what the user should know about it."""
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)
-        keeps = self.settings.finish.keeps_statistics
-        work = Conditioning(original, model, self.layout, step, keeps_statistics=keeps)
+        work = Conditioning(original, model, self.layout, step, frozen=self.frozen)
         work.run(batches, self.on_layer)
         self._original[0].cpu()
         return work.notes(), model
