@@ -113,6 +113,11 @@ def test_a_stream_is_read_to_its_end_and_its_failure_is_a_sentence() -> None:
             load(Slow(data, fails_at=place))
     with pytest.raises(FileError, match="binary mode"):
         load(io.StringIO("text"))  # type: ignore[arg-type]
+    closed = io.BytesIO(data)
+    closed.close()
+    for source in (closed, None, 5, "a\0b"):
+        with pytest.raises(FileError):
+            load(source)  # type: ignore[arg-type]
 
 
 def test_the_hash_of_the_content_is_that_of_the_specification(name: str) -> None:

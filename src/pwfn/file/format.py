@@ -300,6 +300,8 @@ def _read(source: Readable) -> bytes:
         if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
                 return _read(file)
+        if not hasattr(source, "read"):
+            raise FileError(f"a {type(source).__name__} is no path, no bytes and no binary file object")
         prefix = b""
         # A stream may give less than it is asked for, and nothing only at its end.
         while more := source.read(PREFIX.size - len(prefix)):
@@ -310,6 +312,8 @@ def _read(source: Readable) -> bytes:
         return prefix + source.read()
     except OSError as error:
         raise FileError(error.strerror or str(error)) from error
+    except ValueError as error:  # a file object that is closed, a path with a null character
+        raise FileError(str(error)) from error
 
 
 def _check_prefix(prefix: bytes) -> None:
