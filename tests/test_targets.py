@@ -452,7 +452,14 @@ def test_the_run_goes_back_to_the_state_that_is_kept(number: int, kept: Result) 
     after_rounds: list[Progress] = []
     run(TARGET, on_round=after_rounds.append)
     resume = favouring(number, after_rounds[-1])
-    plain = TARGET.override({"finish.polish_epochs": 0.0, "finish.reestimate_epochs": 0.0})
+    plain = TARGET.override(
+        {
+            "finish.polish_epochs": 0.0,
+            "finish.reestimate_epochs": 0.0,
+            "finish.fold_batchnorm": False,
+            "finish.uncompressed_dtype": "float32",
+        }
+    )
     state = loads(kept.states[number - 1].content)
     for config in (TARGET, plain):
         result = run(config, resume=resume)
