@@ -234,7 +234,7 @@ def labelled_by(model):
     return Uncopied([(IMAGES, labels)])
 
 
-TARGETS = {"bits": 2.5, "bytes": 1600, "max_drop": 2.0}
+TARGETS = {"bits": 2.5, "bytes": 1550, "max_drop": 2.0}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -209,6 +209,7 @@ def test_sizes_add_up_and_are_near_the_entropy(name: str) -> None:
 def test_conjugated_and_transposed_views_are_stored_as_they_look() -> None:
     plain = torch.tensor([[1 + 2j, 3 - 4j]])
     kept = {"conjugate": plain.conj(), "turned": plain.t(), "negative": plain.conj().imag}
+    kept["none"] = torch.zeros(1).expand(0, 1)
     found = loads(dumps(small(untouched=kept))).untouched
     assert found["conjugate"].tolist() == [[1 - 2j, 3 + 4j]]
     assert found["turned"].tolist() == [[1 + 2j], [3 - 4j]]
