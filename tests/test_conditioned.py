@@ -19,6 +19,7 @@ from pwfn.bayes.method import fix_alike
 from pwfn.bayes.objective import Objective
 from pwfn.bayes.sigma import probe
 from pwfn.file.format import dumps
+from pwfn.fixing.lockstep import Conditioning
 from pwfn.layout import Layout
 from pwfn.zoo.arrays import digits
 
@@ -310,6 +311,34 @@ def test_layers_that_no_image_reaches_are_named_in_the_result():
     (warning,) = result.warnings
     assert "unused.weight" in warning
     assert "inner" not in warning
+
+
+@pytest.mark.parametrize("settings", [QUICK, FIXED])
+def test_progress_over_all_passes_rises_to_at_most_its_end(settings):
+    seen = []
+    pwfn.compress(
+        batchnorm_classifier(),
+        IMAGES,
+        config=settings,
+        on_step=lambda event: seen.append((event.step, event.steps)),
+    )
+    layers = [layer for layer, _ in seen]
+    assert layers == sorted(set(layers))
+    assert all(layer < last for layer, last in seen)
+
+
+def test_a_search_uses_some_of_the_images_and_the_network_all(monkeypatch):
+    sizes = []
+    run = Conditioning.run
+
+    def noted(self, batches, on_layer=None):
+        sizes.append(sum(batch.size for batch in batches))
+        run(self, batches, on_layer)
+
+    monkeypatch.setattr(Conditioning, "run", noted)
+    pwfn.compress(batchnorm_classifier(), numbers(700, 4), preset="quick")
+    assert set(sizes[:-1]) == {384}
+    assert sizes[-1] == 700
 
 
 # What goes wrong

@@ -9,6 +9,7 @@ of the original network.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from pwfn.layout import Layout, held, untouched
 _PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the network together
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
 _TRIES = 5
+_TRIED = 512  # images for a try: enough to choose a step with
 _POWER = 2.5  # the distance grows about so fast with the step
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
@@ -76,6 +78,7 @@ class ConditionedNetwork(Method):
     values: Tensor
     fixed: Tensor
     _tries: dict[float, tuple[float, float]]  # by step: distance and bits, of the network that is adopted
+    _passes, _most_passes = 0, 1  # over all layers: those that are done, and all that there may be
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config or Config.preset("quick"))
@@ -105,8 +108,10 @@ class ConditionedNetwork(Method):
     def fix(self, fraction: float) -> FixRecord:
         """Fix all weights at multiples of :attr:`grid_step`; where that is None, it is found first."""
         batches = self._parts(self.options.images)
-        used, kept = _divided(batches)
+        used, kept = _divided(_first(batches, _TRIED))
         kept = [batch.mixed(_SHARE) for batch in kept]
+        searches = self.grid_step is None and self.options.step is None
+        self._passes, self._most_passes = 0, _TRIES + 1 if searches else 1
         if not self._is_scaled:
             self._scale_if_smaller(used, kept)
         if self.grid_step is None:
@@ -144,6 +149,7 @@ class ConditionedNetwork(Method):
         draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
         if not scale_filters(model, self.layout, used, partial(_log_likelihood, draws=draws)):
             return
+        self._most_passes += 1 if self._most_passes > 1 else 2  # the search starts with one of the two
         costs, tries = [], []
         for original in (plain, model.cpu()):
             self._adopt(original)
@@ -198,9 +204,15 @@ class ConditionedNetwork(Method):
         model = copy.deepcopy(original)
         keeps = self.settings.finish.keeps_statistics
         work = Conditioning(original, model, self.layout, step, keeps_statistics=keeps)
-        work.run(batches, self.on_layer)
+        work.run(batches, self._at_layer)
+        self._passes += 1
         self._original[0].cpu()
         return work.notes(), model
+
+    def _at_layer(self, layer: int, layers: int) -> None:
+        """Count the layers of all passes that there may be, so that the time left is not that of one."""
+        if self.on_layer is not None:
+            self.on_layer(self._passes * layers + layer, self._most_passes * layers)
 
     @torch.no_grad()
     def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
@@ -249,6 +261,12 @@ class ConditionedNetwork(Method):
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")
         return parts
+
+
+def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """The first so many images."""
+    starts = itertools.accumulate((batch.size for batch in batches), initial=0)
+    return [b.first(count - start) for b, start in zip(batches, starts, strict=False) if start < count]
 
 
 def _divided(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
