@@ -3,8 +3,8 @@
     python benchmarks/condition.py [--cases NAME …] [--images N …] [--device cpu|cuda] [--out FILE]
 
 Prints one JSON line per case: all that a run with the step 0.5 does, scaling included. Without a step of its
-own a run makes up to five more passes, with at most 384 images each. ``cifar_resnet20`` takes 64 to 4,096 images of
-32 × 32 pixels, torchvision's ``resnet50`` 1,024 of 224 × 224. Images and weights are random, on the device.
+own a run makes up to five more passes, with at most 384 images each. ``cifar_resnet20`` takes 64 to 4,096
+images of 32 × 32 pixels, torchvision's ``resnet50`` 1,024 of 224 × 224. Images and weights are random.
 
 ``forward_s`` is the time of one forward pass of the original network over the same images, in parts of 32;
 ``times_forward`` is our time divided by it. ``peak_bytes`` is the largest memory at any time: on a GPU what

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import Method, WeightState, register
+from pwfn.bayes.network import tensors_of
 from pwfn.bayes.objective import class_scores, is_logits
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.condition import dyadic
+from pwfn.fixing.condition import dyadic, next_dyadic
 from pwfn.fixing.lockstep import Conditioning
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
 from pwfn.fixing.scale import scale_filters
@@ -119,6 +120,15 @@ class ConditionedNetwork(Method):
             self.grid_step = dyadic(given * self._root_mean_square) if given else self._found_step(used, kept)
         before = self.values
         self.notes, model = self._conditioned(self.grid_step, batches)
+        if searches:
+            # The distance of a tiny network is nearly random: other images, and it may be far above that of
+            # the try.
+            for _ in range(_TRIES):
+                if self._distance(model, kept) <= _CLOSE * self.options.tolerance:
+                    break
+                self.grid_step = next_dyadic(self.grid_step, -2)
+                self._most_passes += 1
+                self.notes, model = self._conditioned(self.grid_step, batches)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -229,7 +239,8 @@ class ConditionedNetwork(Method):
             now = _output(batch.through(model, "conditioning"))
             if before is None or now is None:
                 raise DataError(
-                    "the network's output is not a tensor: set options.step, which needs no comparison"
+                    "the network's output has no tensor of real numbers, by which networks could be compared: "
+                    "set options.step, which needs no comparison"
                 )
             if not bool(torch.isfinite(before).all()):
                 raise DataError("the network's outputs are not finite: check the images, or the network")
@@ -305,8 +316,5 @@ def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
 
 
 def _output(output: Any) -> Tensor | None:
-    """Class scores, or the first tensor of an output; None where that is no tensor of numbers."""
-    output = class_scores(output)
-    while isinstance(output, (tuple, list)) and output:
-        output = class_scores(output[0])
-    return output if isinstance(output, Tensor) and output.is_floating_point() else None
+    """Class scores, or the first tensor of numbers in an output; None where there is none."""
+    return next((x for x in tensors_of(class_scores(output)) if x.is_floating_point()), None)
