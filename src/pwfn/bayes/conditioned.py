@@ -239,7 +239,7 @@ class ConditionedNetwork(Method):
             now = _output(batch.through(model, "conditioning"))
             if before is None or now is None:
                 raise DataError(
-                    "the network's output has no tensor of real numbers, by which networks could be compared: "
+                    "the network's output has no tensor of real numbers to compare networks by: "
                     "set options.step, which needs no comparison"
                 )
             if not bool(torch.isfinite(before).all()):
