@@ -360,6 +360,12 @@ def test_a_search_uses_some_of_the_images_and_the_network_all(monkeypatch):
     assert sizes[-1] == 700
 
 
+def test_few_images_are_worth_a_warning():
+    for count, warnings in ((64, 0), (63, 1)):
+        result = pwfn.compress(batchnorm_classifier(), IMAGES[:count], config=FIXED)
+        assert len(result.warnings) == warnings
+
+
 # What goes wrong
 
 

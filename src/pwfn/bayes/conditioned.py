@@ -40,6 +40,7 @@ _TRIES = 5
 _TRIED = 512  # images for a try: enough to choose a step with
 _POWER = 2.5  # the distance grows about so fast with the step
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
+_FEW = 64  # fewer inputs are worth a warning
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
 
@@ -129,6 +130,11 @@ class ConditionedNetwork(Method):
                 self.grid_step = next_dyadic(self.grid_step, -2)
                 self._most_passes += 1
                 self.notes, model = self._conditioned(self.grid_step, batches)
+        count = sum(batch.size for batch in batches)
+        if count < _FEW:
+            self.notes += (
+                f"the weights were fixed by only {count} inputs: give some hundred, up to a thousand",
+            )
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
