@@ -2,8 +2,8 @@
 
     pwfn compress --method python:experiments/conditioned_rounds.py:ConditionedRounds …
 
-The weights that are fixed in a round leave an error in every layer. Here the free weights take it up in closed
-form, before training goes on. The plan experiments/ablations/conditioned_rounds.toml compares it with PWFN.
+The weights that are fixed in a round leave an error in every layer. Here the free weights take it up in
+closed form, before training goes on. experiments/ablations/conditioned_rounds.toml compares it with PWFN.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class Options(Section):
     """Settings of this method alone."""
 
     _name = "options"
-    images: int = setting(
-        1024, Number(1, whole=True), "training images that a conditional mean is found with"
-    )
+    images: int = setting(1024, Number(1, whole=True), "training images for the conditional means")
 
 
 class ConditionedRounds(GaussianNetwork):

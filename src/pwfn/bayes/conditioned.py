@@ -34,11 +34,12 @@ from pwfn.fixing.record import FixRecord, FixStep, relative_moves
 from pwfn.fixing.scale import scale_filters
 from pwfn.layout import Layout, held, untouched
 
-_PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the network together
+# Bytes of inputs that pass through the network together. On a CPU few are faster: caches hold them.
+_PART_BYTES, _PART_BYTES_CPU, _LARGEST_PART = 2**24, 2**22, 128
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
 _TRIES = 5
 _TRIED = 512  # images for a try: enough to choose a step with
-_POWER = 2.5  # the distance grows about so fast with the step
+_POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _FEW = 64  # fewer inputs are worth a warning
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
@@ -122,8 +123,7 @@ class ConditionedNetwork(Method):
         before = self.values
         self.notes, model = self._conditioned(self.grid_step, batches)
         if searches:
-            # The distance of a tiny network is nearly random: other images, and it may be far above that of
-            # the try.
+            # The distance of a tiny network is nearly random: that of the try says little about this one.
             for _ in range(_TRIES):
                 if self._distance(model, kept) <= _CLOSE * self.options.tolerance:
                     break
@@ -199,17 +199,26 @@ class ConditionedNetwork(Method):
         network was trained with hardly move, which says little about new ones.
         """
         tolerance = self.options.tolerance
-        step = dyadic(_FIRST * self._root_mean_square)
+        goal = tolerance / math.sqrt(_CLOSE)  # the middle of what ends the search
+        step, power = dyadic(_FIRST * self._root_mean_square), _POWER
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
+        before: tuple[float, float] | None = None
         for _ in range(_TRIES):
             distance, _ = self._try(step, used, kept)
             if distance <= tolerance:
                 fine = max(fine, step)
             else:
                 coarse = min(coarse, step)
-            factor = (tolerance / max(distance, tolerance / 1000)) ** (1 / _POWER)
-            step = dyadic(min(max(step * min(max(factor, 0.25), 4.0), fine), coarse))
-            if not fine < step < coarse or tolerance / _CLOSE <= distance <= tolerance:
+            if tolerance / _CLOSE <= distance <= tolerance:
+                break
+            distance = min(max(distance, tolerance / 1000), tolerance * 1000)
+            if before is not None:  # d ~ step^power, through the last two
+                slope = math.log(distance / before[1]) / math.log(step / before[0])
+                power = min(max(slope, _POWER / 2), _POWER * 2)
+            before = step, distance
+            factor = min(max((goal / distance) ** (1 / power), 0.25), 4.0)
+            step = dyadic(min(max(step * factor, fine), coarse))
+            if not fine < step < coarse:
                 break
         return fine or step
 
@@ -268,11 +277,11 @@ class ConditionedNetwork(Method):
         if self.data is None:
             raise DataError("conditioning needs inputs: set net.data, or call pwfn.compress")
         parts: list[Batch] = []
-        left = count
+        left, most = count, _PART_BYTES_CPU if self.device.type == "cpu" else _PART_BYTES
         for batch in self.data.examples(count):
             size = min(batch.size, left)
             each = sum(x.numel() * x.element_size() for x in batch.tensors()) // max(batch.size, 1)
-            stride = min(max(_PART_BYTES // max(each, 1), 1), _LARGEST_PART)
+            stride = min(max(most // max(each, 1), 1), _LARGEST_PART)
             parts += [batch.part(at, min(at + stride, size)) for at in range(0, size, stride)]
             left -= size
         if not parts:
