@@ -58,7 +58,19 @@ STEPS = (0.3, 0.4, 0.5, 0.6, 0.7)
 
 EPOCHS = 10
 SIZE, SHORT_SIDE = 224, 256
-HEADS = ("network", "method", "images", "top-1", "agreement", "KL", "bits", "values", "bytes", "seconds")
+HEADS = (
+    "network",
+    "method",
+    "images",
+    "top-1",
+    "lost",
+    "agreement",
+    "KL",
+    "bits",
+    "values",
+    "bytes",
+    "seconds",
+)
 
 
 What = Config | float | None
@@ -282,7 +294,7 @@ def table(path: Path) -> list[str]:
         if not cells or cells[-1][0] != network:
             start = f"{100 * facts['top1_start']:.2f}"
             size = f"{facts['fp32_bytes']:,}"
-            cells.append([network, "original, float32", "–", start, "100.00", "0", "–", "–", size, "–"])
+            cells.append([network, "original, float32", "–", start, "0", "100.00", "0", "–", "–", size, "–"])
         cells.append([network, *_cells(facts)])
     sources = {
         f"{facts['device']}, torch {facts['versions']['torch']}, commit {facts['commit'][:10]}"
@@ -299,6 +311,7 @@ def _cells(facts: dict[str, Any]) -> list[str]:
         facts["label"],
         f"{facts['images']:,}",
         f"{100 * facts['top1']:.2f}",
+        f"{100 * (facts['top1_start'] - facts['top1']):.2f}",
         f"{100 * facts['agreement']:.2f}",
         f"{facts['kl']:.3f}",
         f"{facts['entropy_bits']:.2f}",
