@@ -232,6 +232,15 @@ def test_a_tiny_network_keeps_to_the_tolerance(seed):
     assert error < 0.0135  # 1.3 times the tolerance; the file has the rest in 16 bits
 
 
+def test_outputs_that_never_move_do_not_make_the_grid_coarser():
+    """As of a new vision transformer, whose head is zero: any weights give the same outputs."""
+    model = batchnorm_classifier()
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    result = pwfn.compress(model, IMAGES, preset="quick")
+    assert step_of(result) <= 0.6 * rms_of(model)
+
+
 def test_a_regression_of_one_image():
     assert_on_grid(pwfn.compress(regression(), IMAGES[:1], preset="quick"))
 

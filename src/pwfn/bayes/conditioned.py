@@ -209,7 +209,7 @@ class ConditionedNetwork(Method):
                 fine = max(fine, step)
             else:
                 coarse = min(coarse, step)
-            if tolerance / _CLOSE <= distance <= tolerance:
+            if tolerance / _CLOSE <= distance <= tolerance or distance == 0:  # 0: a head of zeros, say
                 break
             distance = min(max(distance, tolerance / 1000), tolerance * 1000)
             if before is not None:  # d ~ step^power, through the last two
