@@ -6,7 +6,8 @@ Prints one JSON line per case: all that a run with the step 0.5 does, scaling in
 own a run makes up to five more passes, with at most 384 images each. ``cifar_resnet20`` takes 64 to 4,096
 images of 32 × 32 pixels, torchvision's ``resnet50`` 1,024 of 224 × 224. Images and weights are random.
 
-The rival is one forward pass of the original network over the same images, in parts of 32. ``ours_bytes`` is
+The rival is one forward pass of the original network over the same images, in parts of 32. Seconds are those of
+the clock on a GPU, and of the processor on a CPU. ``ours_bytes`` is
 the largest memory beside network and images at any time: on a GPU what torch allocated; on a CPU the rise of
 the resident size, in a process per case. ``activations_limit`` is what conditioning allows itself for
 activations.
@@ -49,12 +50,10 @@ def forward_seconds(model: torch.nn.Module, images: Tensor) -> float:
     """Time of one pass over the images, after one that initialises."""
     with torch.no_grad():
         model(images[:PART])
-        _wait(images.device)
-        started = time.perf_counter()
+        started = _now(images.device)
         for part in images.split(PART):
             model(part)
-        _wait(images.device)
-    return time.perf_counter() - started
+    return _now(images.device) - started
 
 
 def measure(network: str, size: int, count: int, device: torch.device) -> dict[str, Any]:
@@ -70,10 +69,9 @@ def measure(network: str, size: int, count: int, device: torch.device) -> dict[s
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = _peak_bytes(device)
-        started = time.perf_counter()
+        started = _now(device)
         net.fix(1.0)
-        _wait(device)
-        seconds = time.perf_counter() - started
+        seconds = _now(device) - started
     return {
         "case": f"conditioning {network}, {count:,} images of {size}×{size}",
         "network": network,
@@ -95,9 +93,12 @@ def _peak_bytes(device: torch.device) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _now(device: torch.device) -> float:
+    """Seconds; on a CPU those of all threads of this process, which others on the machine do not change much."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def main() -> None:
