@@ -6,11 +6,10 @@ Prints one JSON line per case: all that a run with the step 0.5 does, scaling in
 own a run makes up to five more passes, with at most 384 images each. ``cifar_resnet20`` takes 64 to 4,096
 images of 32 × 32 pixels, torchvision's ``resnet50`` 1,024 of 224 × 224. Images and weights are random.
 
-The rival is one forward pass of the original network over the same images, in parts of 32. Seconds are those of
-the clock on a GPU, and of the processor on a CPU. ``ours_bytes`` is
-the largest memory beside network and images at any time: on a GPU what torch allocated; on a CPU the rise of
-the resident size, in a process per case. ``activations_limit`` is what conditioning allows itself for
-activations.
+The rival is one forward pass of the original network over the same images, in parts of 32. Seconds are those
+of the clock on a GPU, and of the processor on a CPU. ``ours_bytes`` is the largest memory beside network and
+images at any time: on a GPU what torch allocated; on a CPU the rise of the resident size, in a process per
+case. ``activations_limit`` is what conditioning allows itself for activations.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds; on a CPU those of all threads of this process, which others on the machine do not change much."""
+    """Seconds; on a CPU those of all threads of this process."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
