@@ -224,9 +224,10 @@ class Conditioning:
     def notes(self) -> tuple[str, ...]:
         """What a user should know about layers that could not be conditioned."""
         silent = [name for name in self.silent if len(self.layout.entry(name).shape) > 1]
+        number = "1 weight tensor was" if len(silent) == 1 else f"{len(silent)} weight tensors were"
         note = (
-            f"{len(silent)} weights were rounded without looking at their inputs, because no image reached "
-            f"them or their layer is of another kind: {', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
+            f"{number} rounded without looking at inputs, because no image came to the layer or it is of "
+            f"another kind: {', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
         )
         return (note,) if silent else ()
 
