@@ -1,4 +1,4 @@
-"""Builds the compiled coder beside its source. Without a C compiler the package works, slowly, in Python."""
+"""Builds the compiled coder beside its source. Without a C compiler the package works, but slowly."""
 
 from __future__ import annotations
 

@@ -3,19 +3,20 @@
     python benchmarks/condition.py [--cases NAME …] [--images N …] [--device cpu|cuda] [--out FILE]
 
 Prints one JSON line per case: all that a run with the step 0.5 does, scaling included. Without a step of its
-own a run makes up to four more passes, with 256 images each. ``cifar_resnet20`` takes 64 to 4,096 images of
-32 × 32 pixels, torchvision's ``resnet50`` 1,024 of 224 × 224. Images and weights are random, on the device.
+own a run makes up to five more passes, with at most 384 images each. ``cifar_resnet20`` takes 64 to 4,096
+images of 32 × 32 pixels, torchvision's ``resnet50`` 1,024 of 224 × 224. Images and weights are random.
 
-``forward_s`` is the time of one forward pass of the original network over the same images, in parts of 32;
-``times_forward`` is our time divided by it. ``peak_bytes`` is the largest memory at any time: on a GPU what
-torch allocated beyond network and images; on a CPU the largest resident size of the process so far, with
-Python and torch. ``activations_limit`` is what conditioning allows itself for activations.
+The rival is one forward pass of the original network over the same images, in parts of 32. Seconds are those
+of the clock on a GPU, and of the processor on a CPU. ``ours_bytes`` is the largest memory beside network and
+images at any time: on a GPU what torch allocated; on a CPU the rise of the resident size, in a process per
+case. ``activations_limit`` is what conditioning allows itself for activations.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import resource
 import time
@@ -48,12 +49,10 @@ def forward_seconds(model: torch.nn.Module, images: Tensor) -> float:
     """Time of one pass over the images, after one that initialises."""
     with torch.no_grad():
         model(images[:PART])
-        _wait(images.device)
-        started = time.perf_counter()
+        started = _now(images.device)
         for part in images.split(PART):
             model(part)
-        _wait(images.device)
-    return time.perf_counter() - started
+    return _now(images.device) - started
 
 
 def measure(network: str, size: int, count: int, device: torch.device) -> dict[str, Any]:
@@ -66,23 +65,22 @@ def measure(network: str, size: int, count: int, device: torch.device) -> dict[s
         net = ConditionedNetwork(model, config).to(device)
         batches = [Batch((part,), {}, None) for part in images.split(PART)]
         net.data = DataProbe(lambda module: None, lambda: 0.0, lambda count: batches)
-        before = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-        started = time.perf_counter()
+        before = _peak_bytes(device)
+        started = _now(device)
         net.fix(1.0)
-        _wait(device)
-        seconds = time.perf_counter() - started
+        seconds = _now(device) - started
     return {
         "case": f"conditioning {network}, {count:,} images of {size}×{size}",
         "network": network,
         "weights": net.layout.size,
         "images": count,
-        "seconds": seconds,
-        "forward_s": forward_s,
-        "times_forward": seconds / forward_s,
-        "peak_bytes": _peak_bytes(device) - before,
+        "rival": "one forward pass over them",
+        "ours_s": seconds,
+        "rival_s": forward_s,
+        "ratio": seconds / forward_s,
+        "ours_bytes": _peak_bytes(device) - before,
         "image_bytes": images.numel() * images.element_size(),
         "activations_limit": MEMORY,
     }
@@ -94,9 +92,12 @@ def _peak_bytes(device: torch.device) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _now(device: torch.device) -> float:
+    """Seconds; on a CPU those of all threads of this process."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def main() -> None:
@@ -122,7 +123,9 @@ def main() -> None:
     for name in options.cases:
         network, size, counts = CASES[name]
         for count in options.images or counts:
-            line = json.dumps({**measure(network, size, count, device), **shared})
+            with multiprocessing.get_context("spawn").Pool(1) as process:
+                facts = process.apply(measure, (network, size, count, device))
+            line = json.dumps({**facts, **shared})
             print(line, flush=True)
             if options.out is not None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)

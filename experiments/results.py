@@ -22,6 +22,7 @@ from pathlib import Path
 
 import few_images
 import figures
+import files
 import imagenet
 import targets
 import uncertainty_table
@@ -55,7 +56,6 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "conditioned_resnet56",
             "conditioned_resnet18",
             "conditioned_vgg16",
-            "conditioned_vit_tiny",
         ),
     ),
     "sigma": (
@@ -157,6 +157,7 @@ def pages(archive: Archive) -> dict[Path, str]:
     results = archive.experiments / "results"
     blocks = {
         "docs/uncertainty.md": {"uncertainty": uncertainty_table.table(results / "uncertainty")},
+        "docs/results.md": {"files": files.table(results / "files.jsonl")},
         "docs/imagenet.md": {
             "imagenet steps": imagenet.steps(results / "imagenet_steps.jsonl"),
             "imagenet paper": imagenet.expected(archive.experiments / "imagenet"),

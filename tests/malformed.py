@@ -107,6 +107,15 @@ def one_flat_layer() -> Compressed:
     return Compressed.of(whole.layout, values, whole.weight_sigma, {})
 
 
+def with_scales(*sizes: tuple[int, int]) -> Compressed:
+    """Linear layers with rows of zeros, which are shorter with contexts, in streams that they share."""
+    whole = plain(*sizes, values=20)
+    values = whole.values()
+    for entry in whole.layout.entries:
+        values[entry.span].view(entry.shape)[::3] = 0.0
+    return Compressed.of(whole.layout, values, whole.weight_sigma, {"kept": torch.arange(5.0)})
+
+
 def per_axis(axis: int) -> Callable[[Any], tuple[int, int]]:
     return lambda entry: (axis, entry.shape[axis]) if len(entry.shape) > 1 else (0, 1)
 
@@ -134,6 +143,7 @@ CASES: dict[str, tuple[Callable[[], Compressed], str]] = {
     "very_many_values": (lambda: plain((300, 400), values=80_000, kinds=0), "weight"),
     "own_sigmas": (lambda: plain((40, 50), values=20, kinds=0), "weight"),
     "one_weight": (lambda: plain((1, 1), values=20), "weight"),
+    "contexts": (lambda: with_scales((20, 30), (30, 20), (40, 50)), "centre"),
     "padded": (lambda: plain((2_000, 1_000), values=1, kinds=1), "centre"),
 }  # fmt: skip
 
@@ -155,6 +165,7 @@ def version_of(name: str) -> int:
 
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
+PLAIN = {1: ("indices", "padding"), 2: ("indices", "untouched", "padding")}  # by version: no blocks
 PREFIX = struct.Struct("<8sHHIII")
 
 
@@ -176,7 +187,7 @@ class Parts:
         at, contents = 24 + size, {}
         for name, stored, raw, _ in header["sections"]:
             block = data[at : at + stored]
-            contents[name] = block if name in ("indices", "padding") else opened(block, raw)
+            contents[name] = block if name in PLAIN[version] else opened(block, raw)
             at += stored
         at, streams = 0, []
         for tensor in header["tensors"]:
@@ -190,7 +201,7 @@ class Parts:
         for tensor, stream in zip(header["tensors"], self.streams, strict=False):
             tensor |= {"bytes": len(stream), "crc32": zlib.crc32(stream)}
         raw = {**self.contents, "indices": b"".join(self.streams)}
-        stored = {n: raw[n] if n in ("indices", "padding") else closed(raw[n]) for n in SECTIONS}
+        stored = {n: raw[n] if n in PLAIN[self.version] else closed(raw[n]) for n in SECTIONS}
         stored |= self.blocks
         header["sections"] = [[n, len(stored[n]), len(raw[n]), zlib.crc32(stored[n])] for n in SECTIONS]
         for change in self.late:

@@ -178,6 +178,7 @@ def kept_model(how: str) -> nn.Module:
 
 
 SHORT = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": [1.0, 1.0], "posterior.init": "rms"}
+EXACT = {"finish.fold_batchnorm": False, "finish.uncompressed_dtype": "float32"}
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -188,7 +189,7 @@ def test_frozen_statistics_stay_and_batches_of_one_work(how: str, target: float 
     config = Config().override(
         {**SHORT, **MODELS[how][1], "target.bits": target, "posterior.init": "tolerance"}
     )
-    config = config.override({"posterior.tolerance": 0.01})
+    config = config.override({"posterior.tolerance": 0.01, **EXACT})
     model = kept_model(how)
     result = compress(model, data, data, config)
     for name, before in model.named_buffers():
@@ -199,8 +200,7 @@ def test_frozen_statistics_stay_and_batches_of_one_work(how: str, target: float 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "q-vit"])
 def test_every_method_keeps_statistics_where_the_setting_says_so(name: str) -> None:
     data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(8)]
-    changes = {"finish.reestimate_epochs": "off", "finish.fold_batchnorm": False}
-    changes["finish.uncompressed_dtype"] = "float32"
+    changes = {"finish.reestimate_epochs": "off", **EXACT}
     rounds = {"schedule.fractions": [1.0], "schedule.epochs_per_round": [1.0]}
     config = Config.preset("recommended", name).override(
         {**changes, **(rounds if name != "conditioned" else {})}
@@ -209,6 +209,26 @@ def test_every_method_keeps_statistics_where_the_setting_says_so(name: str) -> N
     result = compress(model, data, data, config)
     for key, before in model.named_buffers():
         assert torch.equal(result.compressed.untouched[key], before), key
+
+
+@pytest.mark.parametrize("preset", ["recommended", "quick"])
+@pytest.mark.parametrize("how", ["a block of several", "the layers alone", "by its train()"])
+def test_some_layers_may_be_frozen_with_any_preset(how: str, preset: str) -> None:
+    """Those keep their statistics, bit for bit, and the others do not."""
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(8)]
+    block = kept_model("by its train()" if how == "by its train()" else "by the setting").train()
+    model = nn.Sequential(block, nn.BatchNorm1d(3), nn.Linear(3, 3)).train()
+    if how == "a block of several":
+        block.eval()
+    elif how == "the layers alone":
+        block.get_submodule("1").eval()
+    changes = {"finish.fold_batchnorm": False, "finish.uncompressed_dtype": "float32"}
+    rounds = SHORT if preset == "recommended" else {}
+    result = compress(model, data, data, Config.preset(preset).override({**changes, **rounds}))
+    told = [sentence for sentence in result.warnings if "BatchNorm '0.1'" in sentence]
+    assert len(told) == (how != "by its train()")
+    assert torch.equal(result.compressed.untouched["0.1.running_var"], model.get_buffer("0.1.running_var"))
+    assert not torch.equal(result.compressed.untouched["1.running_var"], model.get_buffer("1.running_var"))
 
 
 def test_a_model_in_evaluation_mode_is_not_frozen() -> None:

@@ -220,6 +220,19 @@ def test_verify_pins_the_content_and_finds_any_changed_byte(
         assert err.startswith(f"pwfn: {damaged}: ")
 
 
+@pytest.mark.parametrize(
+    "too_much", [lambda _: torch.empty(2**50), lambda _: bytes(2**62)], ids=["torch", "python"]
+)
+def test_too_little_memory_is_one_sentence(
+    too_much: Any, call: Call, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any command: a small file may hold many weights."""
+    monkeypatch.setattr(pwfn.Compressed, "content_sha256", too_much)
+    status, out, err = call("verify", str(saved["named"]))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "memory" in err
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_export_to_torch(call: Call, saved: dict[str, Path], dtype: str, tmp_path: Path) -> None:
     """Powers of two are exact in either type."""

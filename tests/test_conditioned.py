@@ -12,13 +12,14 @@ from torch.nn import functional as F
 
 import pwfn
 from pwfn import Config, DataError, WeightError
-from pwfn.bayes.batches import Source
+from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.conditioned import ConditionedNetwork
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import fix_alike
 from pwfn.bayes.objective import Objective
 from pwfn.bayes.sigma import probe
 from pwfn.file.format import dumps
+from pwfn.fixing.lockstep import Conditioning
 from pwfn.layout import Layout
 from pwfn.zoo.arrays import digits
 
@@ -108,7 +109,13 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda y: SimpleNamespace(logits=y), lambda y: {"logits": y}, lambda y: (y, 3)]
+    "wrap",
+    [
+        lambda y: SimpleNamespace(logits=y),
+        lambda y: {"logits": y},
+        lambda y: (y, 3),
+        lambda y: {"labels": y.argmax(1), "boxes": [y]},
+    ],
 )
 def test_outputs_that_hold_the_scores(wrap):
     plain = pwfn.compress(batchnorm_classifier(), IMAGES, preset="quick")
@@ -117,7 +124,7 @@ def test_outputs_that_hold_the_scores(wrap):
 
 
 def test_outputs_that_cannot_be_compared_need_a_step():
-    model = Wrapped(lambda y: {"boxes": [y]})
+    model = Wrapped(lambda y: {"labels": [y.argmax(1)]})
     with pytest.raises(DataError, match=r"options\.step"):
         pwfn.compress(model, IMAGES, preset="quick")
     assert_on_grid(pwfn.compress(model, IMAGES, config=FIXED))
@@ -210,6 +217,28 @@ def test_a_regression_network_is_scored_by_its_squared_error():
     error = (result.model()(IMAGES[100:]) - model(IMAGES[100:])).square().mean().item()
     assert result.after.loss == pytest.approx(error, rel=1e-4)
     assert result.after.metric is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tiny_network_keeps_to_the_tolerance(seed):
+    """Its distance jumps from one try to the next, so the network itself is measured."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).eval()
+    result = pwfn.compress(model, IMAGES, preset="quick")
+    kept = Batch((IMAGES[113:],), {}, None).mixed(0.7).args[0]
+    with torch.no_grad():
+        now, before = (z - z.mean(1, keepdim=True) for z in (result.model()(kept), model(kept)))
+    error = (now - before).square().sum() / (before - before.mean()).square().sum()
+    assert error < 0.0135  # 1.3 times the tolerance; the file has the rest in 16 bits
+
+
+def test_outputs_that_never_move_do_not_make_the_grid_coarser():
+    """As of a new vision transformer, whose head is zero: any weights give the same outputs."""
+    model = batchnorm_classifier()
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    result = pwfn.compress(model, IMAGES, preset="quick")
+    assert step_of(result) <= 0.6 * rms_of(model)
 
 
 def test_a_regression_of_one_image():
@@ -310,6 +339,40 @@ def test_layers_that_no_image_reaches_are_named_in_the_result():
     (warning,) = result.warnings
     assert "unused.weight" in warning
     assert "inner" not in warning
+
+
+@pytest.mark.parametrize("settings", [QUICK, FIXED])
+def test_progress_over_all_passes_rises_to_at_most_its_end(settings):
+    seen = []
+    pwfn.compress(
+        batchnorm_classifier(),
+        IMAGES,
+        config=settings,
+        on_step=lambda event: seen.append((event.step, event.steps)),
+    )
+    layers = [layer for layer, _ in seen]
+    assert layers == sorted(set(layers))
+    assert all(layer < last for layer, last in seen)
+
+
+def test_a_search_uses_some_of_the_images_and_the_network_all(monkeypatch):
+    sizes = []
+    run = Conditioning.run
+
+    def noted(self, batches, on_layer=None):
+        sizes.append(sum(batch.size for batch in batches))
+        run(self, batches, on_layer)
+
+    monkeypatch.setattr(Conditioning, "run", noted)
+    pwfn.compress(batchnorm_classifier(), numbers(700, 4), preset="quick")
+    assert set(sizes[:-1]) == {384}
+    assert sizes[-1] == 700
+
+
+def test_few_images_are_worth_a_warning():
+    for count, warnings in ((64, 0), (63, 1)):
+        result = pwfn.compress(batchnorm_classifier(), IMAGES[:count], config=FIXED)
+        assert len(result.warnings) == warnings
 
 
 # What goes wrong

@@ -24,6 +24,8 @@ UNTRAINED = Config().override(
         "schedule.epochs_per_round": [0.0, 0.0, 0.0],
         "finish.polish_epochs": 0.0,
         "finish.reestimate_epochs": 0.0,
+        "finish.fold_batchnorm": False,
+        "finish.uncompressed_dtype": "float32",
     }
 )
 SHRUNK = UNTRAINED.override({"finish.fold_batchnorm": True, "finish.uncompressed_dtype": "bfloat16"})

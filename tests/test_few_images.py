@@ -88,7 +88,7 @@ def test_every_row_stores_the_rest_of_the_network_alike() -> None:
     for name, (_, what) in few_images.rows().items():
         if isinstance(what, Config):
             assert what.finish.fold_batchnorm, name
-            assert what.finish.uncompressed_dtype == "float16", name
+            assert what.finish.uncompressed_dtype == "tf32", name
 
 
 def test_the_table_has_the_last_line_of_each_row_in_a_fixed_order(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_table_has_the_last_line_of_each_row_in_a_fixed_order(tmp_path: Path
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[1] for row in cells] == ["original, float32", "quick", "LSQ", "NNCodec"]
     assert [row[3] for row in cells] == ["72.00", "70.00", "60.00", "60.00"]
-    assert cells[2][2:] == ["2,000", "60.00", "80.00", "0.250", "4.00", "1,234", "1,500,000", "12.3"]
+    assert cells[2][2:] == ["2,000", "60.00", "12.00", "80.00", "0.250", "4.00", "1,234", "1,500,000", "12.3"]
     assert cells[3][-1] == "–"
     assert all(len(row) == len(few_images.HEADS) for row in cells)
     assert "3,000" in below

@@ -113,6 +113,11 @@ def test_a_stream_is_read_to_its_end_and_its_failure_is_a_sentence() -> None:
             load(Slow(data, fails_at=place))
     with pytest.raises(FileError, match="binary mode"):
         load(io.StringIO("text"))  # type: ignore[arg-type]
+    closed = io.BytesIO(data)
+    closed.close()
+    for source in (closed, None, 5, "a\0b"):
+        with pytest.raises(FileError):
+            load(source)  # type: ignore[arg-type]
 
 
 def test_the_hash_of_the_content_is_that_of_the_specification(name: str) -> None:
@@ -204,6 +209,7 @@ def test_sizes_add_up_and_are_near_the_entropy(name: str) -> None:
 def test_conjugated_and_transposed_views_are_stored_as_they_look() -> None:
     plain = torch.tensor([[1 + 2j, 3 - 4j]])
     kept = {"conjugate": plain.conj(), "turned": plain.t(), "negative": plain.conj().imag}
+    kept["none"] = torch.zeros(1).expand(0, 1)
     found = loads(dumps(small(untouched=kept))).untouched
     assert found["conjugate"].tolist() == [[1 - 2j, 3 + 4j]]
     assert found["turned"].tolist() == [[1 + 2j], [3 - 4j]]
@@ -272,12 +278,15 @@ def test_hashes_that_people_have_pinned_stay_what_they_are() -> None:
     pinned = {
         "v1_centre": "5c74465f1f1c967aed443281815e49120dc06ae5b72c638f2b0d9cb1de0714f8",
         "v1_channels_weight": "1e6c4cf3e47d61a37cc18fd6d701c0a170167259af169e5f0a4c824f31e88e2a",
+        "v2_channels_weight": "1e6c4cf3e47d61a37cc18fd6d701c0a170167259af169e5f0a4c824f31e88e2a",
+        "v2_contexts": "27f08c344e3cf499fdf6ab104762a1d72237a46b59c2dcf0904e6821dfd14f34",
     }
     assert {stem: load(make.HERE / f"{stem}.pwfn").content_sha256() for stem in pinned} == pinned
 
 
 def test_golden_files_are_there_and_are_not_made_again() -> None:
-    assert {"v1_centre", "v1_channels_weight"} <= set(GOLDEN)
+    assert {"v1_centre", "v1_channels_weight", "v2_channels_weight", "v2_contexts"} <= set(GOLDEN)
+    assert all(tensor.contexts for tensor in Reader(make.HERE / "v2_contexts.pwfn").header.tensors)
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in make.HERE.glob("*.*")}
     make.main()
     assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in make.HERE.glob("*.*")} == before
@@ -480,7 +489,7 @@ def test_spoilt_files(fault: str) -> None:
 
 @pytest.mark.parametrize("section", ["codebooks", "tables", "posterior", "untouched"])
 def test_blocks_that_do_not_unpack(section: str) -> None:
-    parts = Parts.of(case("weight")[1])
+    parts = Parts.of(case("weight@1")[1])
     content = parts.contents[section]
     unsized = zstandard.ZstdCompressor(level=3, write_content_size=False).compress(content)
     bad = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pwfn.file.fold_batchnorm import fold_batchnorm, round_uncompressed, shrink_
 from pwfn.file.format import dumps
 from pwfn.zoo.data import Repeated
 
-FLOAT16, BFLOAT16 = UncompressedDtype.FLOAT16, UncompressedDtype.BFLOAT16
+FLOAT16, BFLOAT16, TF32 = UncompressedDtype.FLOAT16, UncompressedDtype.BFLOAT16, UncompressedDtype.TF32
 
 
 def random_norm(layer: Any, seed: int = 0) -> Any:
@@ -206,11 +207,49 @@ def test_every_number_becomes_the_nearest_of_the_type(
     assert bool(model.odd[2].isnan())
 
 
-def test_the_default_changes_no_bit() -> None:
+def test_float32_without_folding_changes_no_bit() -> None:
     model, before = Kinds(), Kinds()
-    shrink_uncompressed(model, FinishConfig())
+    exact = FinishConfig(fold_batchnorm=False, uncompressed_dtype=UncompressedDtype.FLOAT32)
+    shrink_uncompressed(model, exact)
     assert torch.equal(model.weight, before.weight)
     assert torch.equal(model.wide, before.wide)
+    layer = random_norm(nn.BatchNorm1d(33))
+    kept = state(layer)
+    shrink_uncompressed(layer, exact)
+    assert same(state(layer), kept)
+
+
+@pytest.mark.parametrize("power", [-140, -30, 0, 30, 126])
+def test_tf32_has_11_significant_bits_and_the_range_of_float32(power: int) -> None:
+    """Where float16 has the range it is the same; a variance of any size keeps its relative precision."""
+    layer: Any = nn.BatchNorm1d(500)
+    exact = numbers(500).abs().clamp(0.5, 2) * 2.0**power
+    layer.running_var.copy_(exact)
+    round_uncompressed(layer, TF32)
+    wanted = (exact.double() * 2.0**-power).half().double() * 2.0**power
+    assert torch.equal(layer.running_var.double(), wanted.float().double())
+
+
+def test_tf32_changes_no_number_that_is_not_finite_or_would_not_be() -> None:
+    odd = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, torch.finfo(torch.float32).max])
+    layer = nn.Module()
+    layer.register_buffer("odd", odd.clone())
+    layer.register_buffer("nan", torch.tensor([torch.nan, 1.0]))
+    round_uncompressed(layer, TF32)
+    assert torch.equal(layer.state_dict()["odd"].view(torch.int32), odd.view(torch.int32))
+    assert layer.state_dict()["nan"].isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, partial(nn.GroupNorm, 1)])
+def test_a_shift_is_no_finer_than_at_its_root_mean_square(norm: Any) -> None:
+    """Root mean square 1.5, between 1 and 2: bfloat16 has the step 1/128 there, and 1/64 from 2 to 4."""
+    layer = norm(4)
+    values = torch.tensor([1 / 1000, 0.5 + 1 / 300, -1.9, 2.26])
+    layer.bias.data.copy_(values)
+    layer.weight.data.copy_(values)
+    round_uncompressed(layer, BFLOAT16)
+    assert layer.bias.tolist() == [0, 64 / 128, -243 / 128, 145 / 64]
+    assert torch.equal(layer.weight, values.bfloat16().float())
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(65_504.0, FLOAT16), (131_072.0, BFLOAT16)])
@@ -293,6 +332,7 @@ METHODS = {  # with as many training phases as each has
     "pwfn": {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": [0.25, 0.5]},
     "lsq": {"schedule.epochs_per_round": [0.75]},
 }
+EXACT = {"finish.fold_batchnorm": False, "finish.uncompressed_dtype": "float32"}
 FOLDED = {"finish.fold_batchnorm": True}
 SMALL = {**FOLDED, "finish.uncompressed_dtype": "bfloat16"}
 
@@ -306,7 +346,7 @@ def net() -> Any:
 
 
 def brief(method: str, changes: dict[str, Any] | None = None) -> Config:
-    finish = {"finish.reestimate_epochs": 1.0, "finish.polish_epochs": 0.5}
+    finish = {"finish.reestimate_epochs": 1.0, "finish.polish_epochs": 0.5, **EXACT}
     return Config.preset("recommended", method).override({**METHODS[method], **finish, **(changes or {})})
 
 
@@ -338,7 +378,7 @@ def test_only_the_uncompressed_tensors_of_a_run_change(method: str, net: Any) ->
 
 def test_the_file_gets_smaller_step_by_step(net: Any, tmp_path: Path) -> None:
     sizes = []
-    for changes in (None, FOLDED, {**FOLDED, "finish.uncompressed_dtype": "float16"}, SMALL):
+    for changes in (None, FOLDED, {**FOLDED, "finish.uncompressed_dtype": "tf32"}, SMALL):
         sizes.append(result(net, "pwfn", changes).save(tmp_path / "net.pwfn"))
         held = load(tmp_path / "net.pwfn").untouched
         if changes:

@@ -42,7 +42,7 @@ from pwfn.file.format import dumps, loads
 
 BASES = (
     "centre", "weight", "none", "channels_weight", "layers", "float64", "one_flat_layer", "own_sigmas",
-    "weight@1", "layers@1", "one_flat_layer@1",
+    "contexts", "weight@1", "layers@1", "one_flat_layer@1",
 )  # fmt: skip
 MOST_SECONDS = 1.0
 MOST_MEMORY = 10

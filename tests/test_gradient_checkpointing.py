@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pwfn import Config, GaussianNetwork, compress
 from pwfn.bayes.method import METHODS
+from pwfn.bayes.network import tensors_of
 from pwfn.lab.baselines import find
 
 find("lsq")  # registers the rivals
@@ -67,18 +70,27 @@ def test_gradients_are_those_without_it(how: str, passes: int, exclude: list[str
     copy.deepcopy(net).eval()(DATA[0][0])
 
 
-def test_outputs_may_be_structures() -> None:
+STRUCTURES: list[Callable[[Tensor], Any]] = [
+    lambda x: {"logits": (x,), "other": [1, None]},
+    lambda x: SimpleNamespace(scores=x),
+    lambda x: torch.distributions.Categorical(logits=x),
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=["containers", "object", "distribution"])
+def test_outputs_may_be_structures(structure: Callable[[Tensor], Any]) -> None:
     class Several(Checkpointed):
         def forward(self, x: Tensor) -> Any:
-            return {"logits": (super().forward(x),), "other": [1, None]}
+            return structure(super().forward(x))
 
     found = []
-    for how in ("", "not re-entrant"):
+    for how in ("", *HOWS):
         net = GaussianNetwork(Several(how)).train()
         torch.manual_seed(1)
-        net(DATA[0][0])["logits"][0].square().sum().backward()
+        next(tensors_of(net(DATA[0][0]))).square().sum().backward()
         found.append(net.free_mu.grad)
-    assert torch.equal(*found)
+    for gradient in found[1:]:
+        torch.testing.assert_close(gradient, found[0], rtol=1e-5, atol=1e-7)
 
 
 def test_after_a_backward_that_failed_the_next_pass_is_sound() -> None:

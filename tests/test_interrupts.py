@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import pwfn
 from pwfn import Config, Result
 from pwfn.bayes.conditioned import ConditionedNetwork
 from pwfn.bayes.gaussian import GaussianNetwork
+from pwfn.bayes.randomness import seeded
 from pwfn.compress import Run
 from pwfn.file.format import dumps
 from pwfn.progress import Progress
@@ -150,3 +152,25 @@ def test_interrupted_at_any_moment_and_once_more_a_run_ends_the_same(name: str) 
             result, _ = run(Clock(), config, left([resume or Progress(), *taken], stop // 2))
         assert result is not None
         assert outcome(result) == outcome(whole), (stop, clock.names[stop - 1])
+
+
+def test_an_interrupt_when_all_is_done_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While random states are restored, say."""
+
+    @contextmanager
+    def interrupted(*arguments: Any) -> Iterator[None]:
+        with seeded(*arguments):
+            yield
+        raise StoppedError
+
+    config = RUNS["the best state is kept"]
+    whole, _ = run(Clock(), config)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules["pwfn.compress"], "seeded", interrupted)
+        result, (*_, carried) = run(Clock(), config)
+    assert result is None
+    again, _ = run(clock := Clock(), config, carried)
+    assert whole is not None
+    assert again is not None
+    assert outcome(again) == outcome(whole)
+    assert not {"before fix", "before _state", "before _polish"} & set(clock.names)

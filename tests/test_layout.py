@@ -656,6 +656,8 @@ class Elsewhere(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
         if how == "function":
             self.weight_of = lambda: self.first.weight
+        elif how == "function without gradients":
+            self.weight_of = lambda: self.first.weight.detach()
         else:
             kept: Any = {"list": [self.first.weight], "dictionary": {0: self.first.weight}}[how]
             self.kept = kept
@@ -665,13 +667,17 @@ class Elsewhere(nn.Module):
         return self.second(self.first(x)) + weight.norm()
 
 
-@pytest.mark.parametrize("preset", ["recommended", "paper"])
-@pytest.mark.parametrize("how", ["list", "dictionary", "function"])
+@pytest.mark.parametrize("preset", ["recommended", "paper", "quick"])
+@pytest.mark.parametrize("how", ["list", "dictionary", "function", "function without gradients"])
 def test_a_weight_that_a_model_also_has_elsewhere_is_refused_by_name(how: str, preset: str) -> None:
     """It would not be that of the pass, and the network another function."""
     data = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(3)]
     with pytest.raises(LayoutError, match=r"first\.weight"):
         compress(Elsewhere(how), data, config=Config.preset(preset))
+    net = GaussianNetwork(model := Elsewhere(how)).eval()  # and in a loop of one's own
+    with pytest.raises(LayoutError, match=r"first\.weight"), torch.inference_mode():
+        net(torch.randn(2, 4))
+    assert model is not None  # the original must exist, or its memory may be used again
 
 
 def test_a_weight_that_is_only_kept_elsewhere_does_no_harm() -> None:

@@ -126,6 +126,37 @@ def small_convnet():
     return model
 
 
+def test_without_a_step_free_weights_move_to_their_conditional_mean():
+    model, inputs = two_layers(), numbers(48, 5)
+    layout = Layout.of(model)
+    fixed = torch.rand(layout.size, generator=torch.Generator().manual_seed(0)) < 0.5
+    own = copy.deepcopy(model)
+    values = torch.where(fixed, (layout.gather(model) / STEP).round() * STEP, layout.gather(model))
+    own.load_state_dict(layout.views(values))
+    Conditioning(model, own, layout, None, fixed).run(parts_of(inputs, 3))
+
+    masks = layout.views(fixed)
+    rows = before = with_ones(inputs.double().numpy())
+    for number in (0, 2):
+        names = f"{number}.weight", f"{number}.bias"
+        kept, given = (
+            torch.cat([of[n].reshape(len(model[number].bias), -1) for n in names], 1).double().numpy()
+            for of in (masks, layout.views(values))
+        )
+        kept = kept.astype(bool)
+        moments, cross = rows.T @ rows / len(rows), before.T @ rows / len(rows)
+        h = moments + DAMPING * np.trace(moments) / len(moments) * np.eye(len(moments))
+        expected = matrix(model[number])
+        expected = expected + expected @ (cross - moments) @ np.linalg.inv(h)
+        for row, k in enumerate(kept):
+            moved = (given[row, k] - expected[row, k]) @ h[np.ix_(k, ~k)] @ np.linalg.inv(h[np.ix_(~k, ~k)])
+            expected[row, ~k] -= moved
+            expected[row, k] = given[row, k]
+        np.testing.assert_allclose(matrix(own[number]), expected, atol=2e-4)
+        before = with_ones(np.maximum(before @ matrix(model[number]).T, 0))
+        rows = with_ones(np.maximum(rows @ matrix(own[number]).T, 0))
+
+
 def test_batchnorm_statistics_move_by_what_compression_changed():
     model, inputs = small_convnet(), numbers(12, 2, 4, 4)
     own, _ = conditioned(model, parts_of(inputs, 3))

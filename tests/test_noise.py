@@ -205,10 +205,24 @@ def test_the_cost_of_noise_is_an_error_in_standard_deviations() -> None:
     assert cost == pytest.approx(0.01 * 200**0.5 / float(model.weight.detach().norm()), rel=0.15)
 
 
-def test_an_output_without_tensors_says_what_to_set() -> None:
+def test_an_output_may_be_an_object_and_one_without_tensors_says_what_to_set() -> None:
     class Odd(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return SimpleNamespace(mean=super().forward(x))
+        wrapped: Any = SimpleNamespace
 
+        def forward(self, x: Tensor) -> Any:
+            return self.wrapped(mean=super().forward(x))
+
+    class Hidden:
+        __slots__ = ("mean",)
+
+        def __init__(self, mean: Tensor) -> None:
+            self.mean = mean
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return output.mean.square().mean()  # type: ignore[no-any-return]
+
+    model = Odd(6, 3)
+    assert compress(model, DATA, loss_fn=loss_fn).compressed.layout.size == 21
+    model.wrapped = Hidden
     with pytest.raises(DataError, match=r"posterior\.init"):
-        compress(Odd(6, 3), DATA, loss_fn=lambda output, target: output.mean.square().mean())
+        compress(model, DATA, loss_fn=loss_fn)

@@ -470,3 +470,18 @@ def test_bf16_puts_narrow_weights_only_where_autocast_casts_all(
     assert seen == [torch.float32, *[wide] * 5] * 2
     monkeypatch.setattr(FlatDraw, "_narrow_if_cast", lambda *_: None)
     assert dumps(compress(Precise(precise), data, config=config).compressed) == dumps(found)
+
+
+def test_bf16_with_a_layer_in_float32_that_some_steps_skip() -> None:
+    """As with stochastic depth: the first step of a phase does not show how the layer is used."""
+
+    class Skipping(Precise):
+        passes = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += self.training
+            return super().forward(x) if self.passes > 2 else self.body(x)[:, :3]
+
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(6)]
+    result = compress(Skipping(True), data, config=Config().override({**IN_BF16, "posterior.init": "rms"}))
+    assert [done.steps for done in result.rounds] == [6, 6]

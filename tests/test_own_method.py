@@ -12,6 +12,7 @@ import torch
 
 from pwfn import load
 from pwfn.lab import compare
+from pwfn.lab.baselines import find
 from pwfn.zoo.models import digits_resnet
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
@@ -59,3 +60,9 @@ def test_the_example_is_a_row_of_a_table(method: str, tmp_path: Path) -> None:
     (line,) = table.parts[0].lines
     assert line.figures["top1"] is not None
     assert line.separate["layer"] == "no"  # one codebook for the network
+
+
+def test_annotations_of_a_method_file_may_be_postponed(method: str) -> None:
+    file = Path(method.removeprefix("python:").removesuffix(":Rounding"))
+    file.write_text("from __future__ import annotations\n" + file.read_text())
+    assert find(method) == method

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import Shuffled
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import CONFIG, STEPS, assert_same, cut_off, figures, newest, run
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
 from pwfn import ConfigError, Result, compress, evaluate, loads
 from pwfn.config import TargetConfig
@@ -365,11 +366,29 @@ class Counting(Shuffled):
     epoch = None  # type: ignore[assignment]  # not by number
 
 
+class CountingSampler(Sampler[int]):
+    """As :class:`Counting`, by a sampler."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(32, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+    def __len__(self) -> int:
+        return 32
+
+
 def shuffling(kind: str) -> Iterable[Any]:
     """A loader whose passes differ, and which one pass too many would change."""
     if kind == "counting":
         return Counting()
     data, generator = Images(), torch.Generator().manual_seed(5)
+    if kind == "counting sampler":
+        return DataLoader(data, 8, sampler=CountingSampler())
+    if kind == "transforms":
+        data.transforms = {"noise": [Noise()]}
+        return DataLoader(data, 8)
     if kind == "generator":
         return DataLoader(data, 8, shuffle=True, generator=generator)
     if kind == "batch sampler":
@@ -383,15 +402,32 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self) -> None:
         self.examples = [pair for x, y in Shuffled().batches for pair in zip(x, y, strict=True)]
+        self.transforms: dict[str, list[Noise]] = {"noise": []}
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
-        return self.examples[at]
+        x, y = self.examples[at]
+        for transform in self.transforms["noise"]:
+            x = transform(x)
+        return x, y
 
 
-@pytest.mark.parametrize("kind", ["generator", "batch sampler", "counting", "persistent workers"])
+class Noise:
+    """With a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + 0.1 * float(self.generator.normal())
+
+
+KINDS = ["generator", "batch sampler", "counting", "counting sampler", "transforms", "persistent workers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_keeping_states_changes_no_round_whatever_the_loader(kind: str, shared: bool) -> None:
     """Also where one loader serves for training and for validation."""
@@ -416,7 +452,14 @@ def test_the_run_goes_back_to_the_state_that_is_kept(number: int, kept: Result) 
     after_rounds: list[Progress] = []
     run(TARGET, on_round=after_rounds.append)
     resume = favouring(number, after_rounds[-1])
-    plain = TARGET.override({"finish.polish_epochs": 0.0, "finish.reestimate_epochs": 0.0})
+    plain = TARGET.override(
+        {
+            "finish.polish_epochs": 0.0,
+            "finish.reestimate_epochs": 0.0,
+            "finish.fold_batchnorm": False,
+            "finish.uncompressed_dtype": "float32",
+        }
+    )
     state = loads(kept.states[number - 1].content)
     for config in (TARGET, plain):
         result = run(config, resume=resume)

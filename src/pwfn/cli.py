@@ -410,6 +410,13 @@ def _status_of_command(chosen: dict[str, bool]) -> int:
         text = traceback.format_exc().rstrip() if chosen.get("debug") else f"pwfn: {_one_line(error)}"
         typer.echo(text, err=True)
         return error.exit_status
+    except (MemoryError, RuntimeError) as error:
+        from pwfn.bayes.batches import is_out_of_memory
+
+        if chosen.get("debug") or not is_out_of_memory(error):
+            raise
+        typer.echo("pwfn: there is not enough memory for this: free some, or use a larger machine", err=True)
+        return PwfnError.exit_status
     return 0
 
 

@@ -30,7 +30,7 @@ from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.evaluate.targets import State, check_target, choose, next_step
-from pwfn.evaluate.verdict import doubts, other_threads, ruin, warn
+from pwfn.evaluate.verdict import doubts, kept_statistics, other_threads, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps, loads
@@ -105,14 +105,14 @@ def compress(
     if distributed is None:
         distributed = distributed_for(device_of(model) if device is None else device)
     run, start = None, resume or Progress()
-    with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
-        try:
+    try:
+        with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
             run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill, start)
             run.keep, run.before_batch, run.on_step, run.record = keep, before_batch, on_step, record or {}
             return run.whole(on_round)
-        except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
-            error.progress = run.progress if run else start  # type: ignore[attr-defined]  # others can hold it
-            raise
+    except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
+        error.progress = run.progress if run else start  # type: ignore[attr-defined]  # others can hold it
+        raise
 
 
 class Run:
@@ -199,7 +199,8 @@ class Run:
         if self.config.finish.shrinks:  # what cannot be done is said now, not after all the work
             shrink_uncompressed(copy.deepcopy(self.net.model), self.config.finish)
         before = self.scores(self.original, Precision.FP32)
-        warnings = warn(doubts(before, self.phase_steps()), self.distributed)
+        found = doubts(before, self.phase_steps()) + kept_statistics(self.net, self.original)
+        warnings = warn(found, self.distributed)
         self.start_network(self.net)
         start = trace.at_start(self.net.layout, self.net.state())
         self.progress = replace(self.progress, before=before, start=start, warnings=warnings)

@@ -84,7 +84,31 @@ def networks() -> dict[str, tuple[Any, str]]:
         divide=lambda entry: (0, entry.shape[0]),
         record=record,
     )
-    return {"v1_centre": (one, "centre"), "v1_channels_weight": (several, "weight")}
+    return {
+        "v1_centre": (one, "centre"),
+        "v1_channels_weight": (several, "weight"),
+        "v2_channels_weight": (several, "weight"),
+        "v2_contexts": (neighbours_alike(record), "centre"),
+    }
+
+
+def neighbours_alike(record: dict[str, Any]) -> Any:
+    """A network whose streams are shorter with contexts: kernels of one sign, some of them empty."""
+    from pwfn import Compressed, Layout
+    from pwfn.layout import untouched
+
+    model = nn.Sequential(nn.Conv2d(6, 10, 3, bias=False), nn.BatchNorm2d(10), nn.Linear(10, 12))
+    state = {
+        name: (torch.arange(tensor.numel()) * 5 % 11 / 16 + 0.5).view(tensor.shape).to(tensor.dtype)
+        for name, tensor in model.state_dict().items()
+    }
+    model.load_state_dict(state)
+    layout = Layout.of(model)
+    steps = torch.arange(layout.size)
+    kernels = steps // 9
+    signs = 1 - 2 * (kernels * kernels // 3 % 2)
+    values = signs * (kernels % 3 > 0) * (steps * steps // 5 % 3) / 8
+    return Compressed.of(layout, values, (steps % 2 + 1) / 64, untouched(model, layout), record=record)
 
 
 def main() -> None:
@@ -96,7 +120,7 @@ def main() -> None:
         if path.exists() or text.exists():
             print(f"{path.name} is there and stays: golden files are not made again")
             continue
-        compressed.save(path, posterior=posterior)
+        compressed.save(path, posterior=posterior, version=int(name[1]))
         text.write_text(as_text(content(load(path))))
         print(f"{path.name}: {path.stat().st_size:,} bytes")
 

@@ -86,7 +86,7 @@ class Stream:
             self.used += 1
         error = 65536 * bit - p
         for i, key in enumerate(keys):
-            weights[i] = clip(weights[i] + inputs[i] * error // 32768, 2**20)
+            weights[i] += inputs[i] * error // 32768
             target = (2**22 - 1) * bit
             self.probability[key] += (target - self.probability[key]) * SHARE[self.count[key]] // 65536
             self.count[key] = min(self.count[key] + 1, 255)

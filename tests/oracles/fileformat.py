@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import constriction
 import numpy as np
 import zstandard
-from oracles import contexts
 
-WIDTHS = {
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint8": 1, "int8": 1, "int16": 2, "int32": 4,
-    "int64": 8, "bool": 1, "complex64": 8, "complex128": 16,
-}  # fmt: skip
+from oracles import contexts, untouched
+
+WIDTHS = untouched.WIDTHS
 
 
 @dataclass
@@ -44,7 +42,8 @@ def read(data: bytes) -> Content:
     for name, size, content, crc32 in header["sections"]:
         stored = data[at : at + size]
         assert zlib.crc32(stored) == crc32
-        sections[name] = stored if name in ("indices", "padding") else block(stored, content)
+        plain = ("indices", "padding") if version == 1 else ("indices", "untouched", "padding")
+        sections[name] = stored if name in plain else block(stored, content)
         at += size
     assert at == len(data)
     assert sections["padding"] == bytes(len(sections["padding"]))
@@ -67,9 +66,9 @@ def read(data: bytes) -> Content:
             [(first[owner] + index).reshape(-1) for owner, index in zip(owners, indices, strict=True)]
         )
         sigma = read_sigma(sections["posterior"], centres, number)
-    return Content(
-        header, codebooks, indices, values, sigma, read_untouched(header["untouched"], sections["untouched"])
-    )
+    listed, rest = header["untouched"], sections["untouched"]
+    kept = read_untouched(listed, rest) if version == 1 else untouched.decode(rest, listed)
+    return Content(header, codebooks, indices, values, sigma, kept)
 
 
 def content_sha256(content: Content) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import files
 import pytest
 import results
 import targets
@@ -97,6 +98,11 @@ def test_kept_files_are_those_of_the_results() -> None:
     known = set()
     for path in ARCHIVE.experiments.glob("results/*/re*/*_seed*.json"):
         known.add(json.loads(path.read_text(encoding="utf-8"))["file_sha256"])
+    for line in files.RESULTS.read_text(encoding="utf-8").splitlines():
+        facts = json.loads(line)
+        assert facts["was_sha256"] in known, facts["file"]
+        assert facts["agreement"] >= 0.999, facts["file"]
+        known.add(facts["sha256"])
     for file in (ARCHIVE.experiments / "models").glob("*.pwfn"):
         assert hashlib.sha256(file.read_bytes()).hexdigest() in known, file
 

@@ -132,7 +132,8 @@ class Batch:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out; the CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -248,13 +249,16 @@ class Stream:
 
 
 def _apart(loader: Any) -> Any:
-    """A shallow copy; workers that persist serve one pass at a time, so that a DataLoader gets its own."""
+    """A shallow copy, with its own samplers, which may count passes; the data set is shared.
+
+    Workers that persist serve one pass at a time, so that a DataLoader gets its own.
+    """
     try:
         other = copy.copy(loader)
     except TypeError:  # a generator, say, which gives one pass only
         return loader
     for name, value in list(getattr(other, "__dict__", {}).items()):
-        if isinstance(value, DataLoader):
+        if isinstance(value, DataLoader) or name in ("sampler", "batch_sampler"):
             other.__dict__[name] = _apart(value)
     if isinstance(other, DataLoader):
         other._iterator = None

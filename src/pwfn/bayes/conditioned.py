@@ -9,6 +9,7 @@ of the original network.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,23 +21,27 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.method import Method, WeightState, register
-from pwfn.bayes.objective import class_scores, is_logits
+from pwfn.bayes.network import tensors_of
+from pwfn.bayes.objective import class_scores, evaluating, is_logits
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.condition import dyadic
+from pwfn.fixing.condition import dyadic, next_dyadic
 from pwfn.fixing.lockstep import Conditioning
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
 from pwfn.fixing.scale import scale_filters
 from pwfn.layout import Layout, held, untouched
 
-_PART_BYTES, _LARGEST_PART = 2**24, 128  # of the inputs that pass through the network together
+# Bytes of inputs that pass through the network together. On a CPU few are faster: caches hold them.
+_PART_BYTES, _PART_BYTES_CPU, _LARGEST_PART = 2**24, 2**22, 128
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
 _TRIES = 5
-_POWER = 2.5  # the distance grows about so fast with the step
+_TRIED = 512  # images for a try: enough to choose a step with
+_POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
+_FEW = 64  # fewer inputs are worth a warning
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
 
@@ -76,6 +81,7 @@ class ConditionedNetwork(Method):
     values: Tensor
     fixed: Tensor
     _tries: dict[float, tuple[float, float]]  # by step: distance and bits, of the network that is adopted
+    _passes, _most_passes = 0, 1  # over all layers: those that are done, and all that there may be
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config or Config.preset("quick"))
@@ -84,7 +90,7 @@ class ConditionedNetwork(Method):
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=start.device))
         # Out of reach of state_dict and to: every try starts from the original, on the CPU.
         self._original = (copy.deepcopy(model).cpu().eval(),)
-        self._is_scaled = self.settings.finish.keeps_statistics  # to scale filters changes them
+        self._is_scaled = bool(self.frozen)  # to scale filters changes statistics
         self._adopt(self._original[0])
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
@@ -105,8 +111,12 @@ class ConditionedNetwork(Method):
     def fix(self, fraction: float) -> FixRecord:
         """Fix all weights at multiples of :attr:`grid_step`; where that is None, it is found first."""
         batches = self._parts(self.options.images)
-        used, kept = _divided(batches)
+        with torch.no_grad(), evaluating(self):
+            batches[0].through(self, "conditioning")  # refuses a model that its copies would still use
+        used, kept = _divided(_first(batches, _TRIED))
         kept = [batch.mixed(_SHARE) for batch in kept]
+        searches = self.grid_step is None and self.options.step is None
+        self._passes, self._most_passes = 0, _TRIES + 1 if searches else 1
         if not self._is_scaled:
             self._scale_if_smaller(used, kept)
         if self.grid_step is None:
@@ -114,6 +124,19 @@ class ConditionedNetwork(Method):
             self.grid_step = dyadic(given * self._root_mean_square) if given else self._found_step(used, kept)
         before = self.values
         self.notes, model = self._conditioned(self.grid_step, batches)
+        if searches:
+            # The distance of a tiny network is nearly random: that of the try says little about this one.
+            for _ in range(_TRIES):
+                if self._distance(model, kept) <= _CLOSE * self.options.tolerance:
+                    break
+                self.grid_step = next_dyadic(self.grid_step, -2)
+                self._most_passes += 1
+                self.notes, model = self._conditioned(self.grid_step, batches)
+        count = sum(batch.size for batch in batches)
+        if count < _FEW:
+            self.notes += (
+                f"the weights were fixed by only {count} inputs: give some hundred, up to a thousand",
+            )
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -144,6 +167,7 @@ class ConditionedNetwork(Method):
         draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
         if not scale_filters(model, self.layout, used, partial(_log_likelihood, draws=draws)):
             return
+        self._most_passes += 1 if self._most_passes > 1 else 2  # the search starts with one of the two
         costs, tries = [], []
         for original in (plain, model.cpu()):
             self._adopt(original)
@@ -177,17 +201,26 @@ class ConditionedNetwork(Method):
         network was trained with hardly move, which says little about new ones.
         """
         tolerance = self.options.tolerance
-        step = dyadic(_FIRST * self._root_mean_square)
+        goal = tolerance / math.sqrt(_CLOSE)  # the middle of what ends the search
+        step, power = dyadic(_FIRST * self._root_mean_square), _POWER
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
+        before: tuple[float, float] | None = None
         for _ in range(_TRIES):
             distance, _ = self._try(step, used, kept)
             if distance <= tolerance:
                 fine = max(fine, step)
             else:
                 coarse = min(coarse, step)
-            factor = (tolerance / max(distance, tolerance / 1000)) ** (1 / _POWER)
-            step = dyadic(min(max(step * min(max(factor, 0.25), 4.0), fine), coarse))
-            if not fine < step < coarse or tolerance / _CLOSE <= distance <= tolerance:
+            if tolerance / _CLOSE <= distance <= tolerance or distance == 0:  # 0: a head of zeros, say
+                break
+            distance = min(max(distance, tolerance / 1000), tolerance * 1000)
+            if before is not None:  # d ~ step^power, through the last two
+                slope = math.log(distance / before[1]) / math.log(step / before[0])
+                power = min(max(slope, _POWER / 2), _POWER * 2)
+            before = step, distance
+            factor = min(max((goal / distance) ** (1 / power), 0.25), 4.0)
+            step = dyadic(min(max(step * factor, fine), coarse))
+            if not fine < step < coarse:
                 break
         return fine or step
 
@@ -196,11 +229,16 @@ class ConditionedNetwork(Method):
         """The network at a step, and what the user should know about it."""
         original = self._original[0].to(self.device)
         model = copy.deepcopy(original)
-        keeps = self.settings.finish.keeps_statistics
-        work = Conditioning(original, model, self.layout, step, keeps_statistics=keeps)
-        work.run(batches, self.on_layer)
+        work = Conditioning(original, model, self.layout, step, frozen=self.frozen)
+        work.run(batches, self._at_layer)
+        self._passes += 1
         self._original[0].cpu()
         return work.notes(), model
+
+    def _at_layer(self, layer: int, layers: int) -> None:
+        """Count the layers of all passes that there may be, so that the time left is not that of one."""
+        if self.on_layer is not None:
+            self.on_layer(self._passes * layers + layer, self._most_passes * layers)
 
     @torch.no_grad()
     def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
@@ -217,7 +255,8 @@ class ConditionedNetwork(Method):
             now = _output(batch.through(model, "conditioning"))
             if before is None or now is None:
                 raise DataError(
-                    "the network's output is not a tensor: set options.step, which needs no comparison"
+                    "the network's output has no tensor of real numbers to compare networks by: "
+                    "set options.step, which needs no comparison"
                 )
             if not bool(torch.isfinite(before).all()):
                 raise DataError("the network's outputs are not finite: check the images, or the network")
@@ -239,16 +278,22 @@ class ConditionedNetwork(Method):
         if self.data is None:
             raise DataError("conditioning needs inputs: set net.data, or call pwfn.compress")
         parts: list[Batch] = []
-        left = count
+        left, most = count, _PART_BYTES_CPU if self.device.type == "cpu" else _PART_BYTES
         for batch in self.data.examples(count):
             size = min(batch.size, left)
             each = sum(x.numel() * x.element_size() for x in batch.tensors()) // max(batch.size, 1)
-            stride = min(max(_PART_BYTES // max(each, 1), 1), _LARGEST_PART)
+            stride = min(max(most // max(each, 1), 1), _LARGEST_PART)
             parts += [batch.part(at, min(at + stride, size)) for at in range(0, size, stride)]
             left -= size
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")
         return parts
+
+
+def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """The first so many images."""
+    starts = itertools.accumulate((batch.size for batch in batches), initial=0)
+    return [b.first(count - start) for b, start in zip(batches, starts, strict=False) if start < count]
 
 
 def _divided(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -287,8 +332,5 @@ def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
 
 
 def _output(output: Any) -> Tensor | None:
-    """Class scores, or the first tensor of an output; None where that is no tensor of numbers."""
-    output = class_scores(output)
-    while isinstance(output, (tuple, list)) and output:
-        output = class_scores(output[0])
-    return output if isinstance(output, Tensor) and output.is_floating_point() else None
+    """Class scores, or the first tensor of numbers in an output; None where there is none."""
+    return next((x for x in tensors_of(class_scores(output)) if x.is_floating_point()), None)

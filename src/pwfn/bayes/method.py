@@ -201,7 +201,7 @@ class FixedNetwork(WeightNetwork):
         self.settings, self.layout, self._compressed = net.settings, net.layout, compressed
         self.model = copy.deepcopy(net.model)
         self.model.load_state_dict(compressed.untouched, strict=False)
-        self._frozen = net._frozen
+        self.frozen = net.frozen
         self._place(net.training)
         self.register_buffer("values", held(net.layout, compressed.values()).to(net.device), persistent=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import threading
 import weakref
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
@@ -39,7 +39,7 @@ class WeightNetwork(nn.Module):
         self.layout = self.layout_of(model, self.settings)
         check_finite(self.layout.gather(model), self.layout, "weight")
         self.model = _hollow_copy(model, self.layout)
-        self._frozen = _frozen(self.model, self.settings)
+        self.frozen = _frozen(self.model, self.settings)
         self._place(model.training)
         self._given = _Given(model)
 
@@ -54,7 +54,7 @@ class WeightNetwork(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """As of any module; BatchNorm layers that keep their statistics stay in evaluation mode."""
         super().train(mode)
-        for name in self._frozen:
+        for name in self.frozen:
             self.model.get_submodule(name).eval()
         return self
 
@@ -102,10 +102,16 @@ class WeightNetwork(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with :meth:`weights`."""
+        if not self._given.parameters or torch.compiler.is_compiling():
+            return self._pass(args, kwargs)
+        with _Foreign(self._given):
+            output = self._pass(args, kwargs)
+        self._given = _Given()  # one pass has shown it
+        return output
+
+    def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_placed:
-            output = self.model(*args, **kwargs)
-            self._check_own(output)
-            return output
+            return self.model(*args, **kwargs)
         # With gradients enabled even where the caller disabled them: torch chooses between matrix
         # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
@@ -118,24 +124,8 @@ class WeightNetwork(nn.Module):
         with self._holding(pieces if again is None else again.joined):
             output = self.model(*args, **kwargs)
         if again is not None:
-            self._check_own(output)
             self._ready_backward(output, again)
         return output
-
-    def _check_own(self, output: Any) -> None:
-        """Refuse a model whose copy uses parameters of the model given, once.
-
-        A function inside the model that refers to it is not copied.
-        """
-        if torch.compiler.is_compiling() or not self._given.parameters:
-            return
-        given, self._given = self._given.names(), _Given()
-        found = next((given[id(p)] for p in _trained(output) if id(p) in given), None)
-        if found is not None:
-            raise LayoutError(
-                f"a copy of the model still uses {found} of the original, from a function that refers to it: "
-                "make that function a method of the module"
-            )
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -200,15 +190,35 @@ class _Given:
     """The parameters of the model given, as long as it exists, until a pass has shown that none is used."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        parameters = model.named_parameters() if model is not None else ()
-        self.parameters = [(weakref.ref(parameter), name) for name, parameter in parameters]
-
-    def names(self) -> dict[int, str]:
-        """By identity."""
-        return {id(p): name for reference, name in self.parameters if (p := reference()) is not None}
+        named = model.named_parameters() if model is not None else ()
+        self.parameters = [(weakref.ref(p), name) for name, p in named if p.requires_grad]
 
     def __reduce__(self) -> tuple[type[_Given], tuple[()]]:
         return _Given, ()
+
+
+class _Foreign(TorchDispatchMode):
+    """Within the block, refuse a model whose copy reads parameters of the model given.
+
+    A function inside the model that refers to it is not copied.
+    """
+
+    def __init__(self, given: _Given) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        found = [(p, name) for reference, name in given.parameters if (p := reference()) is not None]
+        self._memory = [(range(p.data_ptr(), p.data_ptr() + p.nbytes), name) for p, name in found]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operation, then carry it out."""
+        for tensor in tensors_of((args, kwargs or {})):
+            at = tensor.data_ptr() if tensor.layout is torch.strided else 0
+            name = next((name for memory, name in self._memory if at in memory), None)
+            if name is not None:
+                raise LayoutError(
+                    f"a copy of the model still uses {name} of the original, from a function that refers to "
+                    "it: make that function a method of the module"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _Again:
@@ -264,34 +274,21 @@ class _Join(torch.autograd.Function):
         return None, *(g if more is None else more if g is None else g + more for g, more in pairs)
 
 
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors of a model's output, which may be a structure of them.
+def tensors_of(output: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors of a model's output, which may be a structure of them: containers, or any object.
 
     >>> [x.item() for x in tensors_of({"logits": torch.tensor(1), "states": [torch.tensor(2), None]})]
     [1, 2]
     """
     if isinstance(output, Tensor):
         yield output
-        return
-    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
-        output = vars(output)
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    for item in output if isinstance(output, (tuple, list)) else ():
-        yield from tensors_of(item)
-
-
-def _trained(output: Any) -> Iterator[Tensor]:
-    """The parameters that an output depends on, by its graph."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
+    elif depth:
+        if isinstance(output, Mapping):
+            output = output.values()
+        elif not isinstance(output, (tuple, list)):
+            output = getattr(output, "__dict__", {}).values()
+        for item in tuple(output):
+            yield from tensors_of(item, depth - 1)
 
 
 def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
@@ -317,14 +314,26 @@ def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def _frozen(model: nn.Module, config: Config) -> list[str]:
-    """BatchNorm layers that keep their statistics: all if the settings say so, else those frozen by hand.
+    """BatchNorm layers that keep their statistics: all if the settings say so, else those that are frozen.
 
-    That is, in evaluation mode, inside of a module in training mode.
+    That is, left in evaluation mode by the model's own ``train()``; or in evaluation mode while the module
+    around it, or another BatchNorm layer, is in training mode.
     """
-    modes = {name: module.training for name, module in model.named_modules()}
-    layers = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    by_hand = [name for name in layers if not modes[name] and name and modes[name.rpartition(".")[0]]]
-    return layers if config.finish.keeps_statistics else by_hand
+    modules = dict(model.named_modules())
+    modes = {name: module.training for name, module in modules.items()}
+    layers = [name for name, module in modules.items() if isinstance(module, _BatchNorm)]
+    mixed = any(modes[name] for name in layers)
+    model.train()
+    frozen = [
+        name
+        for name in layers
+        if config.finish.keeps_statistics
+        or not modules[name].training
+        or (not modes[name] and (mixed or (name and modes[name.rpartition(".")[0]])))
+    ]
+    for name, module in modules.items():
+        module.training = modes[name]
+    return frozen
 
 
 class _Absent(nn.Parameter):

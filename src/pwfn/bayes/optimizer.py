@@ -6,7 +6,7 @@ to rounding, as torch's own optimiser with ``net.penalty()``, in fewer passes ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -63,13 +63,13 @@ class FlatDraw:
             noise_on_fixed=net.settings.posterior.noise_on_fixed,
         )
         if self.narrower is not None:
-            self._casts = _Casts(self._values, self.narrower)
+            self._casts = _Casts(self.leaves, self.narrower)
         with net.placed(self.leaves), self._casts or nullcontext():
             yield
 
     def _narrow_if_cast(self, casts: _Casts) -> None:
         """Where autocast has cast every weight, draw them in its type: the same numbers, in one pass less."""
-        if casts.only:
+        if casts.all:
             self._values = self._values.to(casts.dtype)
             for leaf, piece in zip(self.leaves, self.net.layout.pieces(self._values), strict=True):
                 leaf.data = piece
@@ -119,27 +119,35 @@ class FlatDraw:
 
 
 class _Casts(TorchDispatchMode):
-    """Within the block, watch whether weights are used in any other way than to be cast to a type.
+    """Within the block, watch whether all weights are cast to a type, and are used in no other way.
 
-    A part of a model may run without autocast, or have operations that autocast leaves in float32.
+    A part of a model may run without autocast, or not in every step, or have operations that autocast
+    leaves in float32.
     """
 
-    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.only, self.dtype = True, dtype
-        self._memory = range(values.data_ptr(), values.data_ptr() + values.nbytes)
+        self.dtype, self._used_otherwise = dtype, False
+        self._memory = [range(w.data_ptr(), w.data_ptr() + w.nbytes) for w in weights]
+        self._cast: set[range] = set()
+
+    @property
+    def all(self) -> bool:
+        """Whether every weight was cast, and none was used otherwise."""
+        return not self._used_otherwise and len(self._cast) == len(self._memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at one operation, then carry it out."""
         kwargs = kwargs or {}
-        if self.only and any(map(self._is_weight, tensors_of((args, kwargs)))):
-            cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype
+        starts = [x.data_ptr() for x in tensors_of((args, kwargs)) if x.layout is torch.strided]
+        weights = [memory for memory in self._memory for start in starts if start in memory]
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype:
+            self._cast.update(weights)
+        elif weights:
             returned = [result.alias_info for result in func._schema.returns]
-            self.only = cast or any(alias is not None and not alias.is_write for alias in returned)  # a view
+            is_view = any(alias is not None and not alias.is_write for alias in returned)
+            self._used_otherwise = self._used_otherwise or not is_view
         return func(*args, **kwargs)
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        return tensor.layout is torch.strided and tensor.data_ptr() in self._memory
 
 
 class _Flat(torch.optim.Optimizer):

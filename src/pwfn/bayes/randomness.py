@@ -14,6 +14,8 @@ import torch
 
 from pwfn.config.seeds import seed_from
 
+_MOST_ITEMS = 100  # a longer list holds examples, not transforms
+
 
 def rank_seed(seed: int, rank: int) -> int:
     """The seed of one process of a run: the run's own for rank 0, an unrelated one for every other rank.
@@ -101,13 +103,21 @@ def undisturbed(*readers: object) -> Iterator[None]:
             restore()
 
 
-def _generators(thing: object, depth: int = 4) -> Iterator[Any]:
-    """The generators among the attributes of a loader: its own, its sampler's, its data set's."""
-    if isinstance(thing, (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)):
-        yield thing
-    elif depth and not isinstance(thing, (type, ModuleType)):
-        for value in list(getattr(thing, "__dict__", {}).values()):
-            yield from _generators(value, depth - 1)
+def _generators(reader: object) -> Iterator[Any]:
+    """The generators that a loader holds: its own, its sampler's, its data set's, those of transforms."""
+    seen, rest = set(), [reader]
+    while rest:
+        thing = rest.pop()
+        if id(thing) in seen or isinstance(thing, (type, ModuleType)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)):
+            yield thing
+        elif isinstance(thing, (list, tuple, dict)):
+            if len(thing) <= _MOST_ITEMS:
+                rest += thing.values() if isinstance(thing, dict) else thing
+        else:
+            rest += getattr(thing, "__dict__", {}).values()
 
 
 def _restoring(generator: Any) -> Callable[[], object]:

@@ -105,6 +105,7 @@ def fit(
             after_step(step + 1, snapshot)
         if scheduler is not None and step + 1 < steps:
             scheduler.step()
+    _forget_graphs(net)
     return float(distributed.total(log.total)) / distributed.world / max(steps, 1)
 
 
@@ -122,6 +123,14 @@ def _scheduler(
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2, last_epoch=done - 1)
+
+
+def _forget_graphs(net: nn.Module) -> None:
+    """Detach what modules keep of their last pass, such as a term of the loss: a graph cannot be copied."""
+    for module in net.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                module.__dict__[name] = value.detach()
 
 
 class _Stepper:

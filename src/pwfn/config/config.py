@@ -46,8 +46,6 @@ METHOD_DEFAULTS: dict[str, Mapping[str, Any]] = {
         "schedule.epochs_per_round": (0.0,),
         "finish.reestimate_epochs": 0.0,
         "finish.polish_epochs": 0.0,
-        "finish.fold_batchnorm": True,
-        "finish.uncompressed_dtype": "float16",
     },
 }
 """By method: the settings that differ from the defaults. Methods of the lab register themselves here."""
@@ -110,6 +108,8 @@ class Config:
 
         ``recommended``: one sigma for all weights, as large as the network tolerates, which is not
         trained; the rule ``each``; BatchNorm re-estimation and one epoch of polish at the end.
+        BatchNorm is then folded, and what is not compressed rounded: the file is meant for inference. For
+        exact tensors set ``finish.fold_batchnorm = false`` and ``finish.uncompressed_dtype = "float32"``.
 
         ``quick``: the method ``conditioned``. No labels and no training: the weights go to multiples of one
         step, layer by layer, and those still free take up the rounding error. A thousand images are enough.

@@ -58,6 +58,7 @@ class UncompressedDtype(StrEnum):
     """Precision of the tensors that are not compressed."""
 
     FLOAT32 = "float32"  # unchanged
+    TF32 = "tf32"  # 11 significant bits, range of float32
     FLOAT16 = "float16"  # 11 significant bits, up to 65,504
     BFLOAT16 = "bfloat16"  # 8 significant bits, range of float32
 
@@ -183,10 +184,10 @@ class FinishConfig(Section):
     )
     polish_epochs: float = setting(1.0, Number(0), "epochs of training of the uncompressed parameters alone")
     fold_batchnorm: bool = setting(
-        False, Switch(), "reduce BatchNorm to one scale and one shift: for inference only"
+        True, Switch(), "reduce BatchNorm to one scale and one shift: for inference only"
     )
     uncompressed_dtype: UncompressedDtype = setting(
-        UncompressedDtype.FLOAT32, Choice(UncompressedDtype), "round the uncompressed tensors to this type"
+        UncompressedDtype.TF32, Choice(UncompressedDtype), "round the uncompressed tensors to this type"
     )
 
     @property

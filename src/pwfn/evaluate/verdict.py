@@ -9,7 +9,11 @@ import logging
 import math
 from collections.abc import Sequence
 
+from torch import nn
+
+from pwfn.bayes.batchnorm import tracked
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.network import WeightNetwork
 from pwfn.evaluate.score import Scores
 
 LOGGER = logging.getLogger("pwfn")
@@ -30,6 +34,18 @@ def doubts(before: Scores | None, steps: Sequence[int]) -> tuple[str, ...]:
     """
     found = (_few_steps(sum(steps)), _bad_start(before) if before is not None else None)
     return tuple(sentence for sentence in found if sentence is not None)
+
+
+def kept_statistics(net: WeightNetwork, model: nn.Module) -> tuple[str, ...]:
+    """Whether BatchNorm layers are taken as frozen only because of the modes that the model was given in."""
+    by_mode = [name for name in net.frozen if name in tracked(model)]
+    if net.settings.finish.keeps_statistics or not by_mode:
+        return ()
+    more = f" and {len(by_mode) - 1} more" if len(by_mode) > 1 else ""
+    return (
+        f"BatchNorm {by_mode[0]!r}{more} is in evaluation mode, while the module around it or another "
+        "BatchNorm layer is in training mode: its statistics are kept; if not meant so, call model.eval()",
+    )
 
 
 def other_threads(before: int, now: int) -> tuple[str, ...]:

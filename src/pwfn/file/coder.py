@@ -243,6 +243,8 @@ def bytes_of(tensor: Tensor) -> bytes:
     """The numbers of a dense tensor in row-major order."""
     if tensor.layout != torch.strided:
         raise FileError(f"a tensor is stored as {tensor.layout}: make it dense first")
+    if tensor.numel() == 0:  # its strides may be such that it cannot be viewed
+        return b""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 

@@ -87,17 +87,19 @@ class Content:
             digest.update(f"{text}\n".encode() + (b"" if tensor is None else bytes_of(tensor)))
 
         add(["pwfn content", 1, name_of(self.layout.dtype)])
-        values, sigma = self.values(), self.sigma
-        entries = {entry.name: entry for entry in self.layout.entries}
-        for name in sorted(entries.keys() | self.untouched.keys()):
-            if (entry := entries.get(name)) is None:
+        places = {entry.name: place for place, entry in enumerate(self.layout.entries)}
+        for name in sorted(places.keys() | self.untouched.keys()):
+            if (place := places.get(name)) is None:
                 tensor = self.untouched[name]
                 add(["untouched", name, list(tensor.shape), name_of(tensor.dtype)], tensor)
                 continue
+            entry = self.layout.entries[place]
             facts = [list(entry.shape), name_of(entry.dtype), sorted(entry.aliases)]
-            add(["compressed", name, *facts], values[entry.span])
-            if sigma is not None:
-                add(["sigma", name], sigma[entry.span])
+            add(["compressed", name, *facts], self._entry(place, self.codebooks))  # one at a time: memory
+            if self.weight_sigma is not None:
+                add(["sigma", name], self.weight_sigma[entry.span])
+            elif self.centre_sigma is not None:
+                add(["sigma", name], self._entry(place, self.centre_sigma))
         if "activations" in self.record:  # the one fact of the record that changes what the network computes
             add(["activations", self.record["activations"]])
         return digest.hexdigest()
@@ -125,6 +127,18 @@ class Content:
                 if sigma.dtype != layout.dtype:
                     raise FileError(f"sigma is of type {sigma.dtype}, the codebooks of {layout.dtype}")
                 check_sigma(sigma)
+
+    def _entry(self, place: int, tables: tuple[Tensor, ...]) -> Tensor:
+        """For every weight of one entry that of its codebook's table."""
+        entry, division = self.layout.entries[place], self.divisions[place]
+        found = torch.empty(entry.size, dtype=tables[0].dtype)
+        cut = (
+            parts(entry, vector, division.axis, len(division.codebooks))
+            for vector in (self.indices[entry.span], found)
+        )
+        for book, index, part in zip(division.codebooks, *cut, strict=True):
+            part.copy_(tables[book][index.to(torch.int64)])
+        return found
 
     def _looked_up(self, tables: tuple[Tensor, ...]) -> Tensor:
         """For every weight the entry of its codebook's table."""

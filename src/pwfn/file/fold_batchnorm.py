@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pwfn.config import FinishConfig, UncompressedDtype
 from pwfn.errors import WeightError
@@ -14,6 +15,11 @@ from pwfn.errors import WeightError
 _WIDER = {
     UncompressedDtype.FLOAT16: UncompressedDtype.BFLOAT16,
     UncompressedDtype.BFLOAT16: UncompressedDtype.FLOAT32,
+}
+_SIGNIFICANT_BITS = {
+    UncompressedDtype.TF32: 11,
+    UncompressedDtype.FLOAT16: 11,
+    UncompressedDtype.BFLOAT16: 8,
 }
 _FOLDED = ("weight", "bias", "running_mean", "running_var")
 # Four times the rounding error of bfloat16: only a number outside the type's range is further off.
@@ -81,32 +87,47 @@ def fold_batchnorm(model: nn.Module) -> int:
 def round_uncompressed(model: nn.Module, dtype: UncompressedDtype) -> None:
     """Round every floating-point tensor of the state dict to the values of a smaller type, in place.
 
-    Tensors keep their type, so that the model loads as before: the last bytes of each number are zero and
-    cost nothing in a file. Tensors of 16 bits or fewer do not change. It is an error if a number is too
-    large for the type, or a variance so small that its layer would divide by something else.
+    Tensors keep their type, so that the model loads as before: the last bits of each number are zero and
+    cost nothing in a file. Tensors of 16 bits or fewer do not change. The shift of a normalisation layer is
+    added to numbers of its own size, so that its absolute error counts: its numbers below the root mean
+    square of their tensor are multiples of the step that the type has there.
+
+    ``tf32`` has no range: every number is rounded to 11 significant bits. For the other types it is an error
+    if a number is too large, or a variance so small that its layer would divide by something else.
 
     >>> layer = nn.LayerNorm(2)
     >>> _ = layer.bias.data.copy_(torch.tensor([0.1, 1.0]))
     >>> round_uncompressed(layer, UncompressedDtype.BFLOAT16)
     >>> layer.bias.tolist(), layer.bias.dtype
-    ([0.10009765625, 1.0], torch.float32)
+    ([0.1015625, 1.0], torch.float32)
     """
     if dtype is UncompressedDtype.FLOAT32:
         return
-    epsilons = {
-        f"{name}.running_var" if name else "running_var": module.eps
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, _BatchNorm)
-    }
-    narrow: torch.dtype = getattr(torch, dtype)
+    modules = [(f"{name}." if name else "", m) for name, m in model.named_modules(remove_duplicate=False)]
+    epsilons = {f"{name}running_var": m.eps for name, m in modules if isinstance(m, _BatchNorm)}
+    shifts = {f"{name}bias" for name, m in modules if isinstance(m, (_NormBase, nn.LayerNorm, nn.GroupNorm))}
     state = model.state_dict()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize > 2:
-            state[name] = value.to(narrow).to(value.dtype)
+            state[name] = _rounded(value, dtype, name in shifts)
             _check_range(name, value, state[name], dtype)
             if name in epsilons:
                 _check_divisor(name, value, state[name], dtype, epsilons[name])
     model.load_state_dict(state)
+
+
+def _rounded(value: Tensor, dtype: UncompressedDtype, shift: bool) -> Tensor:
+    """To the significant bits of the type; of a shift none is below the last bit of its root mean square."""
+    exact, bits = _exact(value).numpy(), _SIGNIFICANT_BITS[dtype]
+    power = np.frexp(exact)[1]
+    finite = exact[np.isfinite(exact)]
+    if shift and finite.any():
+        power = np.maximum(power, np.frexp(np.sqrt(np.square(finite).mean()))[1])
+    rounded = torch.as_tensor(np.ldexp(np.rint(np.ldexp(exact, bits - power)), power - bits))
+    if dtype is not UncompressedDtype.TF32:
+        return rounded.to(getattr(torch, dtype)).to(value)
+    rounded = rounded.to(value)
+    return torch.where(rounded.isfinite(), rounded, value)  # the largest numbers would become infinite
 
 
 def _foldable(model: nn.Module) -> dict[str, _BatchNorm]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pwfn.errors import FileError
-from pwfn.file import coder, index_streams, sigma_coder
+from pwfn.file import coder, index_streams, sigma_coder, untouched_coder
 from pwfn.file.compressed import Compressed
 from pwfn.file.content import check_sigma, within
 from pwfn.file.header import SECTIONS, Header, Posterior
@@ -144,6 +144,8 @@ class Reader:
         found: dict[str, Tensor] = {}
         start = 0
         with self._within("section 'untouched'"):
+            if self.version > 1:
+                return untouched_coder.decode(raw, wanted)
             for width in sorted({item.dtype.itemsize for item in wanted}):
                 group = [item for item in wanted if item.dtype.itemsize == width]
                 stop = start + sum(item.size for item in group)
@@ -200,7 +202,7 @@ class Reader:
                 f"{header.layout.size:,} weights are more than a file of {size:,} bytes may claim"
             )
         wanted, there = sum(item.size for item in header.untouched), header.section("untouched").raw
-        if wanted != there:
+        if self.version == 1 and wanted != there:
             raise FileError(f"section 'untouched': its tensors have {wanted:,} bytes, its content {there:,}")
 
     def _within(self, part: str = "") -> AbstractContextManager[None]:
@@ -217,7 +219,7 @@ class Reader:
         section = self.header.section(name)
         with self._within(f"section {name!r}"):
             block = self._bytes(self._starts[name], section.size, section.crc32)
-            if block and name not in PLAIN_SECTIONS:
+            if block and name not in PLAIN_SECTIONS[self.version]:
                 return coder.unsqueeze(block, section.raw)
             if len(block) != section.raw:
                 raise FileError(f"it has {len(block):,} bytes, the header says {section.raw:,}")
@@ -298,6 +300,8 @@ def _read(source: Readable) -> bytes:
         if isinstance(source, (str, os.PathLike)):
             with open(source, "rb") as file:
                 return _read(file)
+        if not hasattr(source, "read"):
+            raise FileError(f"a {type(source).__name__} is no path, no bytes and no binary file object")
         prefix = b""
         # A stream may give less than it is asked for, and nothing only at its end.
         while more := source.read(PREFIX.size - len(prefix)):
@@ -308,6 +312,8 @@ def _read(source: Readable) -> bytes:
         return prefix + source.read()
     except OSError as error:
         raise FileError(error.strerror or str(error)) from error
+    except ValueError as error:  # a file object that is closed, a path with a null character
+        raise FileError(str(error)) from error
 
 
 def _check_prefix(prefix: bytes) -> None:

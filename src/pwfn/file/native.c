@@ -37,7 +37,7 @@ typedef struct {
     const int32_t *levels;   /* of each symbol */
     const uint64_t *paths;   /* of each symbol, the decisions that lead to it, the first in the lowest bit */
     uint32_t *states;        /* per context and node: probability in the upper 22 bits, count in the lower 10 */
-    int32_t *weights;        /* INPUTS per node */
+    int64_t *weights;        /* INPUTS per node */
     Mean *channel, *tilt;    /* one per channel of the widest tensor */
     int8_t *empty;           /* likewise */
     int8_t *row;             /* levels of one row of the widest tensor */
@@ -119,19 +119,19 @@ INLINE int decide(Range *r, uint32_t probability, int bit, int decoding) {
 
 /* One decision of the model: predict, code, learn. */
 INLINE int learn(const Model *m, Range *r, uint32_t *const *states, int32_t node, int bit, int decoding) {
-    int32_t *weights = m->weights + (ptrdiff_t)INPUTS * node;
+    int64_t *weights = m->weights + (ptrdiff_t)INPUTS * node;
     int32_t inputs[INPUTS];
     int64_t sum = 0;
     for (int i = 0; i < INPUTS; i++) {
         inputs[i] = m->stretch[states[i][node] >> 20];
-        sum += (int64_t)weights[i] * inputs[i];
+        sum += weights[i] * inputs[i];
     }
     sum >>= 16;
     int32_t probability = m->squash[(sum > 2047 ? 2047 : sum < -2047 ? -2047 : (int32_t)sum) + 2047];
     bit = decide(r, (uint32_t)probability, bit, decoding);
     int32_t error = (bit << 16) - probability;
     for (int i = 0; i < INPUTS; i++) {
-        weights[i] = clip(weights[i] + ((inputs[i] * error) >> 15), 1 << 20);
+        weights[i] += (inputs[i] * error) >> 15;
         uint32_t state = states[i][node], count = state & 1023;
         int32_t p = (int32_t)(state >> 10);
         p += (int32_t)(((int64_t)((bit << 22) - bit - p) * m->share[count]) >> 16);
@@ -164,7 +164,7 @@ INLINE void code(const Model *given, Range *r, const Shape *shapes, int64_t tens
                     m->states + (ptrdiff_t)(COLUMN + tilt * SCALES + scale / 8) * m->nodes,
                 };
                 int8_t *row = m->row + i * s.kernel;
-                int32_t size = 0, sum = 0;
+                int64_t size = 0, sum = 0;
                 int skip = 0;
                 if (s.kernel > 1) {
                     states[0] = m->states + (ptrdiff_t)((i ? m->empty[i - 1] : 0) * 3 + m->empty[i]) * m->nodes;
@@ -200,14 +200,11 @@ INLINE void code(const Model *given, Range *r, const Shape *shapes, int64_t tens
                     sum += level;
                 }
                 symbols += s.kernel;
-                int64_t sizes = (int64_t)size << 16, sums = (int64_t)sum * 65536;
-                if (s.kernel > 1) { /* rounded towards zero, both */
-                    sizes /= s.kernel;
-                    sums /= s.kernel;
-                }
-                add(&filter, (int32_t)sizes, m->share);
-                add(&m->channel[i], (int32_t)sizes, m->share);
-                add(&m->tilt[i], (int32_t)sums, m->share);
+                size = size * 65536 / s.kernel; /* both rounded towards zero */
+                sum = sum * 65536 / s.kernel;
+                add(&filter, (int32_t)size, m->share);
+                add(&m->channel[i], (int32_t)size, m->share);
+                add(&m->tilt[i], (int32_t)sum, m->share);
             }
             add(&tensor, filter.mean, m->share);
         }

@@ -34,8 +34,8 @@ def library() -> ctypes.CDLL | None:
         found = ctypes.CDLL(str(FILE))
     except OSError:
         warnings.warn(
-            "pwfn was installed without its compiled coder: files are read and written about a hundred times "
-            "more slowly; install it again where there is a C compiler",
+            "pwfn was installed without its compiled coder, and reads and writes files a thousand times more "
+            "slowly: install it again where there is a C compiler, or save files with version=1",
             stacklevel=2,
         )
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from pwfn.errors import FileError
-from pwfn.file import coder, index_streams, sigma_coder
+from pwfn.file import coder, index_streams, sigma_coder, untouched_coder
 from pwfn.file.content import Content, Division, within
 from pwfn.file.header import PARENT, SECTIONS, Codebooks, Header, Posterior, Section, Stored, TensorInfo
 from pwfn.file.storage import replacing
@@ -29,7 +29,9 @@ WEIGHTS_PER_BYTE = {1: 64, 2: 1024}
 PREFIX = struct.Struct("<8sHHIII")  # magic, version, flags, header bytes, decompressed header bytes, CRC-32
 HEADER_LIMIT = 2**24
 HEADER_RATIO = 64  # parsed JSON grows further, so a header may be compressed less than a block
-PLAIN_SECTIONS = ("indices", "padding")  # the others are blocks
+PLAIN_SECTIONS = {1: ("indices", "padding"), 2: ("indices", "untouched", "padding")}
+"""By version: these are stored as they are, the others are blocks."""
+
 FREE_WEIGHTS = 2**20
 WRITER = f"pwfn {__version__}"
 
@@ -47,11 +49,11 @@ def dumps(content: Content, posterior: Posterior | str | None = None, version: i
         "tables": tables,
         "indices": b"".join(tensor.stream for tensor in coded),
         "posterior": _posterior_bytes(content, kind),
-        "untouched": _untouched_bytes(content),
+        "untouched": untouched_coder.encode(content.untouched) if version > 1 else _untouched_bytes(content),
         "padding": b"",
     }
     stored = {
-        name: raw if name in PLAIN_SECTIONS or not raw else coder.squeeze(raw)
+        name: raw if name in PLAIN_SECTIONS[version] or not raw else coder.squeeze(raw)
         for name, raw in contents.items()
     }
     # A reader refuses more weights than a file of its size may claim. A network that is smaller still (almost
@@ -157,7 +159,7 @@ def _posterior_bytes(content: Content, kind: Posterior) -> bytes:
 
 
 def _untouched_bytes(content: Content) -> bytes:
-    """By width of the numbers, ascending; for each width all tensors in order, bytes shuffled."""
+    """Version 1: by width of the numbers, ascending; for each width all tensors in order, bytes shuffled."""
     tensors = content.untouched.values()
     return b"".join(
         coder.shuffled(b"".join(coder.bytes_of(t) for t in tensors if t.dtype.itemsize == width), width)

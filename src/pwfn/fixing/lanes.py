@@ -157,9 +157,12 @@ Statistics = tuple[int, Tensor, Tensor]  # number of values per channel, mean, v
 
 
 def _statistics(inputs: Tensor) -> Statistics:
-    axes = [0, *range(2, inputs.dim())]
-    variance, mean = torch.var_mean(inputs.float(), axes, correction=0)
-    return inputs.numel() // max(inputs.shape[1], 1), mean.double(), variance.double()
+    rows = inputs.float().reshape(*inputs.shape[:2], -1)  # examples × channels × positions
+    mean = rows.mean(-1).mean(0)
+    # On a CPU several times as fast as torch.var_mean.
+    square = torch.linalg.vector_norm(rows - mean[:, None], dim=-1).double().square().sum(0)
+    count = rows.shape[0] * rows.shape[2]
+    return count, mean.double(), square / count
 
 
 def pooled(parts: Sequence[Statistics]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ as many as fit; they run through the layers that are fixed without a pause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class Conditioning:
 
     The copy's weights and BatchNorm statistics change in place. A statistic is corrected by what the
     compression changed: by the difference of means and the ratio of variances between the two networks
-    on the same examples. It is never gathered afresh from so few. ``keeps_statistics``: it stays as it is.
+    on the same examples. It is never gathered afresh from so few. Those of ``frozen`` layers stay.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Conditioning:
         fixed: Tensor | None = None,
         damping: float = DAMPING,
         memory: int = MEMORY,
-        keeps_statistics: bool = False,
+        frozen: Collection[str] = (),
     ) -> None:
         self.layout, self.step, self._damping, self._memory = layout, step, damping, memory
         self._kept = fixed
-        self._networks, self._keeps_statistics = (original, model), keeps_statistics
+        self._networks, self._frozen = (original, model), frozenset(frozen)
         self._weights = Weights(original, layout), Weights(model, layout)
         self._fixed = [torch.zeros(e.size, dtype=torch.bool) for e in layout.entries]
         self._done: set[Place | str] = set()
@@ -136,7 +136,7 @@ class Conditioning:
         found = group[0].found
         if not isinstance(found, Normalisation):
             self._fix(found, group)
-        elif not self._keeps_statistics:
+        elif found.layer not in self._frozen:
             self._correct(found.layer, group)
         return True
 
@@ -224,9 +224,10 @@ class Conditioning:
     def notes(self) -> tuple[str, ...]:
         """What a user should know about layers that could not be conditioned."""
         silent = [name for name in self.silent if len(self.layout.entry(name).shape) > 1]
+        number = "1 weight tensor was" if len(silent) == 1 else f"{len(silent)} weight tensors were"
         note = (
-            f"{len(silent)} weights were rounded without looking at their inputs, because no image reached "
-            f"them or their layer is of another kind: {', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
+            f"{number} rounded without looking at inputs, because no image came to the layer or it is of "
+            f"another kind: {', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
         )
         return (note,) if silent else ()
 

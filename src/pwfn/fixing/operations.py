@@ -99,7 +99,8 @@ class Convolution(NamedTuple):
             stride: Sequence[int] = [1] * len(axes)
         else:
             sides, stride = [(self.padding[a],) * 2 for a in axes], self.stride
-        padded = F.pad(inputs, [side for pair in reversed(sides) for side in pair])
+        added = [side for pair in reversed(sides) for side in pair]
+        padded = F.pad(inputs, added) if any(added) else inputs
         sizes = [(padded.shape[2 + a] - reach[a] - 1) // stride[a] + 1 for a in axes]
         device = inputs.device
         chosen = _some(
@@ -107,10 +108,11 @@ class Convolution(NamedTuple):
         )
         at = torch.unravel_index(chosen, sizes)
         within = torch.unravel_index(torch.arange(math.prod(self.kernel), device=device), self.kernel)
-        index = [at[a][:, None] * stride[a] + within[a] * self.dilation[a] for a in axes]
-        everything: Any = (slice(None), slice(None), *index)
-        found = padded[everything]  # examples × channels × positions × kernel
-        examples, channels, positions, k = found.shape
+        index = torch.zeros(len(chosen), 1, dtype=torch.long, device=device)
+        for a in axes:
+            index = index * padded.shape[2 + a] + at[a][:, None] * stride[a] + within[a] * self.dilation[a]
+        examples, channels, (positions, k) = len(inputs), inputs.shape[1], index.shape
+        found = padded.flatten(2).index_select(2, index.flatten())
         found = found.reshape(examples, self.groups, channels // self.groups, positions, k)
         return found.permute(1, 0, 3, 2, 4).reshape(self.groups, examples * positions, -1)
 

@@ -89,7 +89,7 @@ def _model(shapes: Sequence[Shape], tree: Tree, zero: int) -> tuple[native.Model
         levels(zero),
         tree.paths,
         np.tile(tree.states, (CONTEXTS, 1)),
-        np.full((len(tree.states), INPUTS), 2**16 // INPUTS, np.int32),
+        np.full((len(tree.states), INPUTS), 2**16 // INPUTS, np.int64),
         *(np.empty((widest, 2), np.int32) for _ in range(2)),
         np.empty(widest, np.int8),
         np.empty(max(shape.channels * shape.kernel for shape in shapes), np.int8),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from pwfn.errors import FileError
 from pwfn.file.coder import Integers, numbers_to_bytes
+from pwfn.file.huffman import CODE_BITS, code_lengths
 
 MOST_SYMBOLS = 256
 """Codebooks with more values are coded by frequency tables."""
@@ -23,7 +23,6 @@ CONTEXTS = 25 * 16 + 256 + 63 * 64
 INPUTS = 3
 """Predictions per decision."""
 
-_DEEPEST = 32
 _EMPTY = 2**17  # of 2^22: the probability that a kernel is empty, before the first
 _E = 4278222805  # 2^32 exp(-1/256)
 
@@ -67,21 +66,12 @@ class Tree:
         >>> Tree.of(np.array([5, 0, 1, 2]))
         Tree(weights=8, symbols=(0, 2, 3), lengths=(1, 2, 2))
         """
-        present = np.flatnonzero(counts).tolist()
-        total = int(counts.sum())
-        # Shares of 2^16 bound the depth; ties are broken by the order of joining.
-        heap = [(max(1, int(counts[s]) * 2**16 // total), place, [s]) for place, s in enumerate(present)]
-        heapq.heapify(heap)
-        lengths = dict.fromkeys(present, 0)
-        for place in range(len(present), 2 * len(present) - 1):
-            (few, _, a), (more, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-            for symbol in (*a, *b):
-                lengths[symbol] += 1
-            heapq.heappush(heap, (few + more, place, a + b))
-        return cls(total, tuple(present), tuple(lengths[symbol] for symbol in present))
+        present = np.flatnonzero(counts)
+        lengths = code_lengths(counts[present].tolist())
+        return cls(int(counts.sum()), tuple(present.tolist()), tuple(lengths))
 
     def to_bytes(self) -> bytes:
-        """Numbers of weights and symbols, then for each symbol the gap before it and its length; all LEB128."""
+        """Weights, number of symbols, then for each the gap to the one before and its length; all LEB128."""
         gaps = np.diff(self.symbols, prepend=-1) - 1
         pairs = np.stack((gaps, self.lengths), 1).reshape(-1).tolist()
         return numbers_to_bytes((self.weights, len(self.symbols), *pairs))
@@ -106,8 +96,8 @@ class Tree:
         symbols = np.cumsum(gaps.clip(0, alphabet) + 1) - 1
         if int(symbols[-1]) >= alphabet:
             raise FileError(f"a tree has a symbol beyond the {alphabet:,} values of its codebook")
-        shares = [2 ** (_DEEPEST - n) for n in lengths.tolist() if n <= _DEEPEST]
-        if len(shares) < size or sum(shares) != 2**_DEEPEST:
+        shares = [2 ** (CODE_BITS - n) for n in lengths.tolist() if n <= CODE_BITS]
+        if len(shares) < size or sum(shares) != 2**CODE_BITS:
             raise FileError("the lengths of a tree are not those of a complete code")
         return cls(total, tuple(symbols.tolist()), tuple(lengths.tolist())), stop
 
@@ -140,7 +130,7 @@ class Tree:
                 children[node, bit] = leaves[child] if child in leaves else place[child]
         for code in self.codes.values():
             for end in range(len(code)):
-                shares[place[code[:end]], int(code[end])] += 2 ** (_DEEPEST - len(code))
+                shares[place[code[:end]], int(code[end])] += 2 ** (CODE_BITS - len(code))
         second = shares[:, 1] * 2**22 // shares.sum(1).clip(1)
         return children, second.clip(1, 2**22 - 1).astype(np.uint32)
 

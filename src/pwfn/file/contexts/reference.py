@@ -134,7 +134,7 @@ class _Mixture:
         bit = self._coder.decide(probability, bit)
         error = (bit << 16) - probability
         for place, (state, number) in enumerate(zip(states, inputs, strict=True)):
-            weights[place] = _clip(weights[place] + (number * error >> 15), 2**20)
+            weights[place] += number * error >> 15
             p, count = divmod(state[node], 1024)
             p += ((2**22 - 1 if bit else 0) - p) * _SHARE[count] >> 16
             state[node] = p * 1024 + min(count + 1, _LIMIT)

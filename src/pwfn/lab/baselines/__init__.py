@@ -6,6 +6,7 @@ A method of your own works by name too: ``python:FILE:CLASS``, see :func:`find`.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from pwfn.bayes.method import METHODS, Method, register
@@ -45,8 +46,10 @@ def _imported(path: Path) -> object:
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"{path}: there is no such Python file: allowed is python:FILE:CLASS")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for what annotations name
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
+        del sys.modules[spec.name]
         raise ConfigError(f"{path}: cannot be imported: {cause(error)}") from error
     return module
