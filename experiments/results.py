@@ -55,7 +55,6 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "conditioned_resnet56",
             "conditioned_resnet18",
             "conditioned_vgg16",
-            "conditioned_vit_tiny",
         ),
     ),
     "sigma": (
