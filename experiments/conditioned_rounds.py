@@ -50,7 +50,10 @@ class ConditionedRounds(GaussianNetwork):
         return record
 
     def _conditional_mean(self, before: Tensor) -> Tensor:
-        """Of all weights, given those that are fixed, for the outputs that the layers had before."""
+        """Of all weights, given those that are fixed, for the outputs that the layers had before.
+
+        BatchNorm is corrected on the way and forgotten: in training it normalises by the batch.
+        """
         if self.data is None:
             raise DataError("conditioning needs inputs: set net.data, or call pwfn.compress")
         original, model = self._with(before), self._with(self.mu.detach())
