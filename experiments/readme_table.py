@@ -38,6 +38,9 @@ ROWS = (
 )
 """Network, method, and the result files: folder and name without the seed."""
 
+IMAGENET = (("MobileNetV2, ImageNet", "mobilenet_v2"), ("EfficientNet-Lite0, ImageNet", "tf_efficientnet_lite0"))
+"""Networks of experiments/results/few_images.jsonl, each with the row quick-0.4."""
+
 Facts = dict[str, Any]
 
 
@@ -48,6 +51,18 @@ def results(place: str) -> list[Facts]:
     if not paths:
         raise SystemExit(f"{place}: there is no such result in experiments/results")
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def imagenet() -> list[tuple[str, str, list[Facts]]]:
+    """The rows of networks that were trained on ImageNet."""
+    path = ROOT / "experiments" / "results" / "few_images.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for label, name in IMAGENET:
+        (own,) = (line for line in lines if (line["network"], line["row"]) == (name, "quick-0.4"))
+        method = f"[quick, step 0.4](docs/imagenet.md#a-thousand-unlabelled-images), {own['images']:,} images"
+        rows.append((label, method, [own]))
+    return rows
 
 
 def shown(values: Sequence[float]) -> str:
@@ -76,7 +91,7 @@ def cells(network: str, method: str, found: Sequence[Facts]) -> list[str]:
 
 def table() -> str:
     """The table, and below it where it was measured."""
-    found = [(network, method, results(place)) for network, method, place in ROWS]
+    found = [(network, method, results(place)) for network, method, place in ROWS] + imagenet()
     lines = [list(HEADS), ["---"] * len(HEADS), *(cells(*row) for row in found)]
     every = [facts for _, _, row in found for facts in row]
     machines = sorted({f"{facts['device']}, torch {facts['versions']['torch']}" for facts in every})
