@@ -104,6 +104,8 @@ def rewritten(path: Path, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str,
 
 def table(path: Path = RESULTS) -> list[str]:
     """The table of docs/results.md."""
+    if not path.exists():
+        return ["Not measured yet."]
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [
         (

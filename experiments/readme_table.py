@@ -38,7 +38,10 @@ ROWS = (
 )
 """Network, method, and the result files: folder and name without the seed."""
 
-IMAGENET = (("MobileNetV2, ImageNet", "mobilenet_v2"), ("EfficientNet-Lite0, ImageNet", "tf_efficientnet_lite0"))
+IMAGENET = (
+    ("MobileNetV2, ImageNet", "mobilenet_v2"),
+    ("EfficientNet-Lite0, ImageNet", "tf_efficientnet_lite0"),
+)
 """Networks of experiments/results/few_images.jsonl, each with the row quick-0.4."""
 
 Facts = dict[str, Any]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import struct
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import zstandard
+from oracles.untouched import WIDTHS
 from torch import Tensor, nn
 
 from pwfn import Compressed, Layout
@@ -203,7 +205,12 @@ class Parts:
         raw = {**self.contents, "indices": b"".join(self.streams)}
         stored = {n: raw[n] if n in PLAIN[self.version] else closed(raw[n]) for n in SECTIONS}
         stored |= self.blocks
-        header["sections"] = [[n, len(stored[n]), len(raw[n]), zlib.crc32(stored[n])] for n in SECTIONS]
+        sizes = {n: len(raw[n]) for n in SECTIONS}
+        if self.version > 1:
+            sizes["untouched"] = sum(
+                math.prod(shape) * WIDTHS[dtype] for _, shape, dtype in header["untouched"]
+            )
+        header["sections"] = [[n, len(stored[n]), sizes[n], zlib.crc32(stored[n])] for n in SECTIONS]
         for change in self.late:
             change(header)
         text = json.dumps(header).encode() if text is None else text

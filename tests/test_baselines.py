@@ -168,7 +168,8 @@ def test_a_run_that_was_stopped_anywhere_ends_in_the_same_bits(
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_target_keeps_a_state_on_the_way(name: str, convnet: nn.Module, transformer: nn.Module) -> None:
     model = network(name, convnet, transformer)
-    result = compress(model, TRAIN, VAL, settings(name, target__max_drop=100.0))
+    exact = {"finish__fold_batchnorm": False, "finish__uncompressed_dtype": "float32"}
+    result = compress(model, TRAIN, VAL, settings(name, target__max_drop=100.0, **exact))
     assert result.choice is not None
     assert len(result.states) == len(result.rounds)
     smallest = min(result.states, key=lambda state: len(state.content))

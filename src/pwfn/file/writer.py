@@ -60,6 +60,8 @@ def dumps(content: Content, posterior: Posterior | str | None = None, version: i
     # all zeros) is padded with zero bytes.
     short = (content.layout.size - FREE_WEIGHTS) // WEIGHTS_PER_BYTE[version] - sum(map(len, stored.values()))
     stored["padding"] = contents["padding"] = bytes(max(short + 1, 0))
+    sizes = {name: len(raw) for name, raw in contents.items()}
+    sizes["untouched"] = sum(tensor.nbytes for tensor in content.untouched.values())
     header = Header(
         writer=WRITER,
         tensors=tuple(
@@ -73,8 +75,7 @@ def dumps(content: Content, posterior: Posterior | str | None = None, version: i
         ),
         record=dict(content.record),
         sections=tuple(
-            Section(name, len(stored[name]), len(contents[name]), zlib.crc32(stored[name]))
-            for name in SECTIONS
+            Section(name, len(stored[name]), sizes[name], zlib.crc32(stored[name])) for name in SECTIONS
         ),
     )
     raw = header.to_json()
