@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCE = Path("src/pwfn/file/native.c")
 
 
-class NativeCoder(BuildHookInterface):  # type: ignore[type-arg]
+class NativeCoder(BuildHookInterface[Any]):
     """Compile ``native.c``, and mark the wheel as one for this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Coding of indices by their context: half of what the decoder knows is in the neighbours of a weight."""
+"""Coding of indices by their context in the tensor."""
