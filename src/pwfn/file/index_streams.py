@@ -81,10 +81,13 @@ def encode(content: Content, *, with_contexts: bool) -> tuple[bytes, list[Coded]
             found[run[0]] = Coded(stream, contexts=True)
     rest = [n for n in range(len(entries)) if n not in found]
     shared, chosen = coder.choose_tables([counts[n] for n in rest]) if rest else (None, [])
-    used = [table or shared for table in chosen]
-    streams = _side_by_side(
-        lambda pair: coder.encode(*pair), [(arrays[n], t) for n, t in zip(rest, used, strict=True) if t]
-    )
+
+    def with_table(pair: tuple[int, Table | None]) -> bytes:
+        used = pair[1] or shared
+        assert used is not None  # there is a shared table if any tensor has none of its own
+        return coder.encode(arrays[pair[0]], used)
+
+    streams = _side_by_side(with_table, zip(rest, chosen, strict=True))
     for n, table, stream in zip(rest, chosen, streams, strict=True):
         found[n] = Coded(stream, own_table=table is not None)
         models |= {n: table.to_bytes()} if table is not None else {}
