@@ -1,21 +1,27 @@
 """Two ImageNet networks from a thousand unlabelled images: the preset quick, and others from the same start.
 
     python experiments/few_images.py --data DIR --weights DIR [--rows NAME,NAME] [--networks NAME,NAME]
+    python experiments/few_images.py --data DIR --weights DIR --rows NAME,NAME --save FILES     on a GPU, say
+    python experiments/few_images.py --data DIR --weights DIR --rows NAME,NAME --saved FILES    and elsewhere
 
 Appends one JSON line per network and row to ``--out``. ``python experiments/results.py docs`` makes the table
 of docs/imagenet.md from them. The repository has no ImageNet images and no weights of these networks:
 
-- ``--data`` has ``unlabelled*.npz`` and ``val*.npz``, with JPEG images of 224 × 224 pixels (``data``: their
-  bytes, one after the other; ``ends``: where each ends; ``labels``), or the folders ``unlabelled`` and
-  ``val/CLASS`` with images of any size.
+- ``--data`` has ``unlabelled*.npz`` and ``val*.npz``, with files of images of 224 × 224 pixels (``data``:
+  their bytes, one after the other; ``ends``: where each ends; ``labels``), or the folders ``unlabelled`` and
+  ``val/CLASS`` with images of any size. Each is read where it is needed.
 - ``--weights`` has ``mobilenet_v2.safetensors`` (torchvision's names) and
   ``tf_efficientnet_lite0.safetensors`` (timm's); their metadata has ``normalize_mean`` and ``normalize_std``.
 
 Every row starts from the same weights. ``quick`` uses the first 1,024 of the unlabelled images, and all
-2,000 where a step is given. Methods that train use all of them, for ten epochs, and learn from the original
-network's outputs. The labelled images are scored once, with the decoded file, and choose nothing. All files
-have BatchNorm folded and the rest of the network in float16. The rows of NNCodec need the files of
-nncodec_files.py.
+2,000 where a step is given. Methods that train use the first 1,024 too, for ten epochs, and learn from the
+original network's outputs; those whose names end in ``-kept`` with BatchNorm in evaluation mode throughout,
+since statistics of so few images cost accuracy. The labelled images are scored once, with the decoded file,
+and choose nothing. All files have BatchNorm folded and the rest of the network rounded alike. The rows of
+NNCodec need the files of nncodec_files.py.
+
+With ``--save`` the compressed networks are written and not scored, so that no labelled images are needed;
+``--saved`` scores them.
 """
 
 from __future__ import annotations
@@ -56,7 +62,12 @@ from pwfn.zoo import models
 STEPS = (0.3, 0.4, 0.5, 0.6, 0.7)
 """Distance between values, as a fraction of the root mean square of all weights."""
 
-EPOCHS = 10
+FINE_STEPS = (0.1, 0.125, 0.15, 0.2)
+"""For rounding alone: about those that ``quick`` finds."""
+
+IMAGES, EPOCHS = 1024, 10
+"""Of methods that train."""
+
 SIZE, SHORT_SIDE = 224, 256
 HEADS = (
     "network",
@@ -89,7 +100,7 @@ def rows() -> dict[str, tuple[str, What]]:
     for step in STEPS:
         finer = {"options.step": step, "options.images": 2000}
         made[f"quick-{step}"] = f"`quick`, step {step}", quick.override(finer)
-    for step in STEPS:
+    for step in FINE_STEPS + STEPS:
         made[f"nearest-{step}"] = f"rounding to the nearest, step {step}", step
     others: dict[str, tuple[str, str, dict[str, Any]]] = {
         "kmeans": ("k-means, 16 values per layer", "kmeans", {"options.bits": 4}),
@@ -100,13 +111,21 @@ def rows() -> dict[str, tuple[str, What]]:
         ),
         "lsq": ("LSQ, 4 bit", "lsq", {"options.bits": 4}),
     }
+    # Assigned once and not trained: no images.
+    label, method, options = others["kmeans"]
+    alone = {"schedule.epochs_per_round": (0.0,), "finish.reestimate_epochs": None}
+    made["kmeans-0"] = label, Config.preset("recommended", method).override({**same, **alone, **options})
+    trained: dict[str, tuple[str, Config]] = {}
     for name, (label, method, options) in others.items():
         epochs = {"schedule.epochs_per_round": (float(EPOCHS),)}
-        config = Config.preset("recommended", method).override({**same, **epochs, **options})
-        made[name] = f"{label}, {EPOCHS} epochs", config
+        trained[name] = label, Config.preset("recommended", method).override({**same, **epochs, **options})
     # Nine rounds of one epoch, and one of polish.
     ours = Config.preset("recommended").override({**same, "schedule.epochs_per_round": 1.0})
-    made["recommended"] = f"`recommended`, {EPOCHS} epochs", ours
+    trained["recommended"] = "`recommended`", ours
+    for name, (label, config) in trained.items():
+        made[name] = f"{label}, {EPOCHS} epochs", config
+        kept = config.override({"finish.reestimate_epochs": None})
+        made[f"{name}-kept"] = f"{label}, {EPOCHS} epochs, statistics kept", kept
     for parameter in nncodec_files.PARAMETERS:
         made[f"nncodec-{parameter}"] = f"NNCodec, qp -{parameter}", None
     return made
@@ -184,57 +203,51 @@ def nearest(model: nn.Module, fraction: float) -> Compressed:
 
 
 class Made(NamedTuple):
-    """A compressed network, decoded, and how it was made."""
+    """A compressed network, and how it was made."""
 
-    model: nn.Module
-    values: Tensor
-    file_bytes: int
-    settings: dict[str, Any]
-    images: int
-    epochs: float
+    content: bytes
+    """Of the file."""
+
+    facts: dict[str, Any]
 
 
 class Case:
-    """A network with its weights, and the images as it takes them."""
+    """A network with its weights, and the unlabelled images as it takes them."""
 
-    def __init__(self, name: str, weights: Path, images: Tensor, val: Tensor, labels: Tensor) -> None:
-        self.name, self.weights, self.device = name, weights, images.device
+    def __init__(self, name: str, weights: Path, images: Tensor) -> None:
+        self.name, self.device = name, images.device
         self.model = models.create(name)
         notes = models.load_weights(self.model, weights / f"{name}.safetensors")
         self.model.to(self.device).eval()
-        config = models.data_config(name, self.model, notes)
-        self.plain, self.train = (Loader(images, None, config, 64, train) for train in (False, True))
-        small = self.device.type == "cpu"  # small batches in this order are three times as fast there
-        val = val.contiguous(memory_format=torch.channels_last) if small else val
-        self.val, self.labels = Loader(val, None, config, 8 if small else 250, False), labels
-        self.outputs = self.through(self.model)
-        self.start = _top1(self.outputs, self.labels)
+        self.config = models.data_config(name, self.model, notes)
+        self.plain = Loader(images, None, self.config, 64, False)
+        self.train = Loader(images[:IMAGES], None, self.config, 64, True)
 
-    @torch.no_grad()
-    def through(self, model: nn.Module) -> Tensor:
-        """The class scores of the labelled images."""
-        return torch.cat([model(batch) for batch in self.val])
-
-    def run(self, config: Config) -> Made:
-        """By a method of the library or the lab."""
-        quick = config.method == "conditioned"
-        data = self.plain if quick else self.train
-        if not quick and self.device.type == "cuda":
-            config = config.override({"training.precision": "bf16"})
-        result = pwfn.compress(self.model, data, config=config, distill=not quick)
-        images = (
-            min(len(data.images), ConditionedOptions(**config.options).images) if quick else len(data.images)
-        )
-        return self.made(result.compressed, config.to_dict(), images, result.epochs)
-
-    def made(self, compressed: Compressed, settings: dict[str, Any], images: int, epochs: float) -> Made:
-        """From the bytes of the file."""
+    def make(self, what: Config | float, seed: int) -> Made:
+        """By a method of the library or the lab, or by rounding."""
+        started = time.perf_counter()
+        facts: dict[str, Any] = {"settings": {"step": what}, "images": 0, "epochs": 0.0}
+        if isinstance(what, Config):
+            config, quick = what.override({"seed": seed}), what.method == "conditioned"
+            data = self.plain if quick else self.train
+            result = pwfn.compress(self.model, data, config=config, distill=not quick)
+            compressed, images = result.compressed, len(data.images)
+            if quick:
+                images = min(images, ConditionedOptions(**config.options).images)
+            elif not result.epochs:
+                images = 0
+            facts = {"settings": config.to_dict(), "images": images, "epochs": result.epochs}
+        else:
+            compressed = nearest(self.model, what)
         content = compressed.dumps()
-        loaded = pwfn.loads(content)
-        model = loaded.apply_to(copy.deepcopy(self.model))
-        return Made(model, loaded.values(), len(content), settings, images, epochs)
+        return Made(content, {**facts, "seconds": time.perf_counter() - started})
 
-    def coded(self, path: Path) -> Made:
+    def decoded(self, content: bytes) -> Decoded:
+        """From the bytes of a file."""
+        loaded = pwfn.loads(content)
+        return Decoded(loaded.apply_to(copy.deepcopy(self.model)), loaded.values(), len(content))
+
+    def coded(self, path: Path) -> Decoded:
         """From a file of nncodec_files.py."""
         if not path.exists():
             raise SystemExit(f"{path} does not exist: python experiments/nncodec_files.py makes it")
@@ -242,27 +255,37 @@ class Case:
             state = {name: torch.from_numpy(file[name]) for name in file.files}
         size, model = int(state.pop("file_bytes")), copy.deepcopy(self.model)
         model.load_state_dict({**model.state_dict(), **state})
-        return Made(model, Layout.of(model).gather(model).cpu(), size, {"file": path.name}, 0, 0.0)
+        return Decoded(model, Layout.of(model).gather(model).cpu(), size)
 
-    def facts(self, row: str, label: str, what: What, seed: int) -> dict[str, Any]:
-        """One line: the row's figures, from the decoded file."""
-        started = time.perf_counter()
-        if isinstance(what, Config):
-            made = self.run(what.override({"seed": seed}))
-        elif what is None:
-            made = self.coded(self.weights / f"{self.name}_{row}.npz")
-        else:
-            made = self.made(nearest(self.model, what), {"step": what}, 0, 0.0)
-        seconds = None if what is None else time.perf_counter() - started
-        outputs, pool = self.through(made.model.eval()), Pool.of(made.values)
+
+class Decoded(NamedTuple):
+    """A compressed network as it is used."""
+
+    model: nn.Module
+    values: Tensor
+    file_bytes: int
+
+
+class Scorer:
+    """The labelled images, and what the original network says about them."""
+
+    def __init__(self, case: Case, val: Tensor, labels: Tensor) -> None:
+        small = case.device.type == "cpu"  # small batches in this order are three times as fast there
+        val = val.contiguous(memory_format=torch.channels_last) if small else val
+        self.val, self.labels = Loader(val, None, case.config, 8 if small else 250, False), labels
+        self.outputs = self.through(case.model)
+        self.start = _top1(self.outputs, self.labels)
+        self.fp32_bytes = sum(4 * tensor.numel() for tensor in case.model.state_dict().values())
+
+    @torch.no_grad()
+    def through(self, model: nn.Module) -> Tensor:
+        """The class scores of the labelled images."""
+        return torch.cat([model(batch) for batch in self.val])
+
+    def scores(self, decoded: Decoded) -> dict[str, Any]:
+        """The figures of one row."""
+        outputs, pool = self.through(decoded.model.eval()), Pool.of(decoded.values)
         return {
-            "network": self.name,
-            "row": row,
-            "label": label,
-            "seed": seed,
-            "settings": made.settings,
-            "images": made.images,
-            "epochs": made.epochs,
             "scored": len(outputs),
             "top1_start": self.start,
             "top1": _top1(outputs, self.labels),
@@ -270,9 +293,8 @@ class Case:
             "kl": float(divergence(outputs, self.outputs)),
             "entropy_bits": pool.entropy_bits,
             "unique": pool.unique,
-            "file_bytes": made.file_bytes,
-            "fp32_bytes": sum(4 * tensor.numel() for tensor in self.model.state_dict().values()),
-            "seconds": seconds,
+            "file_bytes": decoded.file_bytes,
+            "fp32_bytes": self.fp32_bytes,
         }
 
 
@@ -321,6 +343,30 @@ def _cells(facts: dict[str, Any]) -> list[str]:
     ]
 
 
+def work(
+    case: Case, row: str, options: argparse.Namespace, shared: dict[str, Any]
+) -> tuple[dict[str, Any], Decoded | None]:
+    """How a row was made, and its network unless that is only saved."""
+    label, what = rows()[row]
+    facts = {"network": case.name, "row": row, "label": label, "seed": options.seed, **shared}
+    stem = f"{case.name}_{row}"
+    if what is None:
+        path = options.weights / f"{stem}.npz"
+        how = {"settings": {"file": path.name}, "images": 0, "epochs": 0.0, "seconds": None}
+        return facts | how, case.coded(path)
+    if options.saved:
+        content = (options.saved / f"{stem}.pwfn").read_bytes()
+        return json.loads((options.saved / f"{stem}.json").read_text(encoding="utf-8")), case.decoded(content)
+    made = case.make(what, options.seed)
+    facts |= made.facts
+    if not options.save:
+        return facts, case.decoded(made.content)
+    options.save.mkdir(parents=True, exist_ok=True)
+    (options.save / f"{stem}.pwfn").write_bytes(made.content)
+    (options.save / f"{stem}.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    return facts, None
+
+
 def main() -> None:
     """Run the rows that were asked for."""
     known = rows()
@@ -331,6 +377,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(usual), help=f"of {', '.join(known)}; default: no files")
     parser.add_argument("--networks", default=",".join(nncodec_files.NETWORKS), help="default: both")
     parser.add_argument("--out", type=Path, help="a file to append the lines to")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--save", type=Path, help="a folder for the compressed networks, which are not scored")
+    files.add_argument("--saved", type=Path, help="the folder of --save: score the networks that are there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, help="at most so many images of each kind: to try the program")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -339,9 +388,15 @@ def main() -> None:
     wanted = options.rows.split(",")
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"row {unknown[0]!r} is unknown: allowed is {', '.join(known)}")
+    if options.save and any(known[name][1] is None for name in wanted):
+        parser.error("--save: NNCodec's rows are files already")
     device = torch.device(options.device)
-    (images, _), (val, labels) = (read(options.data, kind, options.limit) for kind in ("unlabelled", "val"))
-    images, val, labels = (tensor.to(device) for tensor in (images, val, labels))
+    images = torch.empty(0, 3, SIZE, SIZE, dtype=torch.uint8)
+    if not options.saved and any(isinstance(known[name][1], Config) for name in wanted):
+        images, _ = read(options.data, "unlabelled", options.limit)
+    images = images.to(device)
+    if not options.save:
+        val, labels = (tensor.to(device) for tensor in read(options.data, "val", options.limit))
     threads = f"{torch.get_num_threads()} CPU threads"
     shared = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
@@ -349,9 +404,13 @@ def main() -> None:
         "commit": options.commit or git_commit(Path(__file__)) or "unknown",
     }
     for network in options.networks.split(","):
-        case = Case(network, options.weights, images, val, labels)
+        case = Case(network, options.weights, images)
+        scorer = None if options.save else Scorer(case, val, labels)
         for row in wanted:
-            line = json.dumps({**case.facts(row, *known[row], options.seed), **shared})
+            facts, decoded = work(case, row, options, shared)
+            if scorer and decoded:
+                facts |= scorer.scores(decoded)
+            line = json.dumps(facts)
             print(line, flush=True)
             if options.out is not None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 NETWORKS = ("mobilenet_v2", "tf_efficientnet_lite0")
-PARAMETERS = (24, 26, 28)
+PARAMETERS = (24, 26, 28, 30)
 """Negated. The larger, the finer: the step halves every four."""
 
 

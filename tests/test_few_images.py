@@ -91,6 +91,71 @@ def test_every_row_stores_the_rest_of_the_network_alike() -> None:
             assert what.finish.uncompressed_dtype == "tf32", name
 
 
+def test_rows_with_kept_statistics_differ_in_nothing_else() -> None:
+    known = few_images.rows()
+    pairs = [(known[name.removesuffix("-kept")][1], known[name][1]) for name in known if "kept" in name]
+    assert len(pairs) == 4
+    for plain, kept in pairs:
+        assert isinstance(plain, Config)
+        assert isinstance(kept, Config)
+        assert kept.finish.keeps_statistics
+        assert not plain.finish.keeps_statistics
+        assert plain.override({"finish.reestimate_epochs": None}) == kept
+
+
+def test_networks_are_made_in_one_place_and_scored_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The place that trains has no labelled images, and the one that scores needs no others."""
+
+    def made(name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3, 16), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        )
+
+    monkeypatch.setattr(few_images.models, "create", made)
+    monkeypatch.setattr(few_images.models, "load_weights", lambda model, path: None)
+    config = DataConfig((0.5,) * 3, (0.5,) * 3, 224)
+    monkeypatch.setattr(few_images.models, "data_config", lambda *_: config)
+    draw = np.random.default_rng(0)
+    for place, kinds in (("train", ["unlabelled"]), ("test", ["val/a", "val/b"])):
+        for kind in kinds:
+            (tmp_path / place / kind).mkdir(parents=True)
+            for number in range(4):
+                pixels = draw.integers(0, 256, (224, 224, 3), dtype=np.uint8)
+                (tmp_path / place / kind / f"{number}.jpeg").write_bytes(_jpeg(pixels))
+    files, out = tmp_path / "files", tmp_path / "out.jsonl"
+    names = ["kmeans-0", "lsq-kept", "nearest-0.5"]
+
+    def run(place: str, *more: str) -> None:
+        start = [
+            "few_images.py",
+            "--data",
+            str(tmp_path / place),
+            "--weights",
+            str(tmp_path),
+            "--device",
+            "cpu",
+        ]
+        monkeypatch.setattr("sys.argv", [*start, "--networks", "tiny", "--rows", ",".join(names), *more])
+        few_images.main()
+
+    run("train", "--save", str(files), "--seed", "3")
+    assert "top1" not in json.loads(capsys.readouterr().out.splitlines()[0])
+    run("test", "--saved", str(files), "--out", str(out))
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["row"], line["seed"], line["images"]) for line in lines] == [
+        ("kmeans-0", 3, 0),
+        ("lsq-kept", 3, 4),
+        ("nearest-0.5", 3, 0),
+    ]
+    for line in lines:
+        assert line["scored"] == 8
+        assert line["file_bytes"] == (files / f"tiny_{line['row']}.pwfn").stat().st_size
+    assert len(few_images.table(out)) == 2 + 1 + 3 + 2  # heads, the original, the rows, and below
+
+
 def test_the_table_has_the_last_line_of_each_row_in_a_fixed_order(tmp_path: Path) -> None:
     path = tmp_path / "few.jsonl"
     assert len(few_images.table(path)) == 1  # says that nothing is measured
