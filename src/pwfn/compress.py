@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
+from pwfn.bayes import rate as _rate  # noqa: F401  # and of the preset small
 from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
@@ -156,7 +157,8 @@ class Run:
         # The argument replaces the task; the setting only changes how it is trained.
         self.scored = Objective(compare, self.original) if compare else Objective(loss_fn)
         distils = compare is None and config.training.distill
-        self.objective = Objective(divergence, self.original) if distils else self.scored
+        teaches = Objective(divergence if classifies else F.mse_loss, self.original)
+        self.objective = teaches if distils else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)
@@ -258,7 +260,7 @@ class Run:
             fixed = FixedNetwork(net, net.finish())
             if self.config.finish.reestimate_epochs:
                 self._reestimate(fixed, self.train.apart().endless())
-            if self.searches:  # nothing is trained after it: its bytes are those of the file
+            if self.searches or len(self.phases) == 1:  # its bytes are those of the file
                 shrink_uncompressed(fixed.model, self.config.finish)
             compressed = fixed.finish()
             model, val = compressed.apply_to(copy.deepcopy(self.original)), self.val and self.val.apart()

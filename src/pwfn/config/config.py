@@ -47,6 +47,16 @@ METHOD_DEFAULTS: dict[str, Mapping[str, Any]] = {
         "finish.reestimate_epochs": 0.0,
         "finish.polish_epochs": 0.0,
     },
+    "rate": {
+        "training.optimizer": "adamw",
+        "training.weight_decay": 0.0,
+        "training.scheduler": "cosine",
+        "training.clip_norm": None,
+        "training.distill": True,
+        "schedule.fractions": (1.0,),
+        "schedule.epochs_per_round": (20.0,),
+        "finish.polish_epochs": 0.0,
+    },
 }
 """By method: the settings that differ from the defaults. Methods of the lab register themselves here."""
 
@@ -269,6 +279,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "finish.uncompressed_dtype": "float32",
     },
     "quick": {"method": "conditioned"},
+    "small": {"method": "rate"},
 }
 """What each preset sets. ``paper`` pins every number it stands for, so that no default can change it."""
 

@@ -1,0 +1,267 @@
+"""Training for the bytes: the loss plus a price for the length of the code, ``loss + lambda * bits / n``.
+
+Every forward pass uses the weights rounded to multiples of one step; gradients pass through the rounding.
+Between steps the code length pulls each weight towards shorter codes, most of all towards zero. With a
+target in bytes or bits, lambda is adjusted while training so that the network ends there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pwfn.bayes.method import Method, WeightState, register
+from pwfn.bayes.network import check_finite
+from pwfn.bayes.sigma import root_mean_square
+from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
+from pwfn.errors import ConfigError, WeightError
+from pwfn.file.compressed import Compressed
+from pwfn.file.fold_batchnorm import shrink_uncompressed
+from pwfn.file.format import dumps
+from pwfn.fixing.code_length import CodeLength, code_length, entropy_bits
+from pwfn.fixing.condition import dyadic, next_dyadic
+from pwfn.fixing.record import FixRecord, FixStep, relative_moves
+from pwfn.layout import held, untouched
+
+_REFRESH = 50  # steps between two fits of the code's tables
+_MEASURE = 20  # refreshes between two encodings of the whole network, which show what the tables miss
+_START = 1.25  # bits at the first step: those of the target times this; without a target, as such
+_LATENT_RATE = 10.0  # learning rate of the levels: this times training.learning_rate, in steps of the grid
+_GAIN, _DAMPING, _LARGEST_CHANGE = 0.5, 6.0, 0.3  # of log lambda per refresh
+_MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
+_HALVINGS = 8
+
+
+@dataclass(frozen=True)
+class RateOptions(Section):
+    """Settings of the method ``rate``."""
+
+    _name = "options"
+    price: float = setting(
+        0.1,
+        Number(0),
+        "lambda: loss (in nats) that one bit per weight is worth; with a target, where its search starts",
+    )
+
+
+class _Rounded(torch.autograd.Function):
+    """Whole numbers; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(levels: Tensor) -> Tensor:
+        """Round half to even."""
+        return levels.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The same gradient."""
+        return gradient
+
+
+@register("rate")
+class RateNetwork(Method):
+    """Any eager model whose weights are multiples of one step, trained for a short code.
+
+    ``levels`` are the trained parameters, in steps of the grid; a pass uses ``step * round(levels)``. The
+    step is chosen so that rounding the given weights costs about what the target allows: training then has
+    to keep the rate rather than to reach it.
+
+    >>> net = RateNetwork(nn.Linear(8, 4), Config.preset("small"))
+    >>> net.fix(1.0).fixed
+    36
+    >>> values = net.finish().values() / net.grid_step
+    >>> bool((values == values.round()).all())
+    True
+    """
+
+    defaults = METHOD_DEFAULTS["rate"]
+    Options = RateOptions
+    _fixes_at_once = True
+    lengths: Tensor
+    contexts: Tensor
+    fixed: Tensor
+
+    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+        super().__init__(model, config or Config.preset("small"))
+        if self._fixes_at_once and self.settings.schedule.fractions != (1.0,):
+            raise ConfigError(
+                "the method rate has every weight on its grid from the first step: leave schedule.fractions "
+                "at [1.0], and give the epochs of its one phase as schedule.epochs_per_round"
+            )
+        weights = self.layout.gather(model)
+        if root_mean_square(weights) == 0:
+            raise WeightError("every weight is zero: there is nothing to compress")
+        self._price, self._steps, self._coder_ratio = float(self.options.price), 0, 1.0
+        self._last: float | None = None  # the excess at the last refresh
+        self._rest_bytes, self._empty_bytes = self._rest() if self.settings.target.bytes else (0, 0)
+        self.grid_step = self._starting_step(weights)
+        self.levels = nn.Parameter(weights / self.grid_step)
+        self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=weights.device))
+        table = code_length(self.layout, self.levels.detach().round())
+        self.register_buffer("lengths", table.lengths)
+        self.register_buffer("contexts", table.contexts)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.levels.device
+
+    def weights(self) -> dict[str, Tensor]:
+        """The rounded weights, by name."""
+        levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]
+        return self.layout.views(levels * self.grid_step)
+
+    def penalty(self) -> Tensor:
+        """``lambda * bits / n``, with tables that are fitted again every few steps."""
+        self._steps += 1
+        if self._steps % _REFRESH == 0:
+            self._refresh()
+        table = CodeLength(self.lengths, self.contexts)
+        return self._price / self.layout.size * table.bits(self.levels).sum()
+
+    @torch.no_grad()
+    def bits(self) -> float:
+        """Bits of all weights as they are rounded now, by the tables."""
+        levels = self.levels.round()
+        return float(code_length(self.layout, levels).bits(levels).double().sum())
+
+    def fix(self, fraction: float) -> FixRecord:
+        """Round all weights. Where the target is missed by a little, more of the smallest go to zero."""
+        with torch.no_grad():
+            check_finite(self.levels, self.layout, "level of")
+            before = self.levels * self.grid_step
+            self.levels.copy_(self._within_target())
+            self.fixed.fill_(True)
+            moves = relative_moves(before, self.levels * self.grid_step)
+        step = FixStep(math.nan, 0, float(self.grid_step or 0), self.layout.size)
+        return FixRecord(1.0, self.layout.size, (step,), tuple(moves))
+
+    def finish(self) -> Compressed:
+        """The compressed network; it has no posterior."""
+        if not bool(self.fixed):
+            raise WeightError("no weight is fixed yet: call fix(1.0) first")
+        return self._compressed(self.levels, untouched(self.model, self.layout))
+
+    def state(self) -> WeightState:
+        """The rounded weights; all are fixed, or none."""
+        values = (self.levels.detach().round() * self.grid_step).to(self.layout.dtype)
+        return WeightState(values, fixed=self.fixed.expand(values.shape))
+
+    def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """The levels have a learning rate of their own, ten times ``lr``, and no weight decay."""
+        others = [p for p in self.parameters() if p is not self.levels]
+        levels = {"params": [self.levels], "lr": _LATENT_RATE * lr, "weight_decay": 0.0}
+        return [levels, {"params": others, "lr": lr, "weight_decay": weight_decay}]
+
+    def get_extra_state(self) -> Tensor:
+        """What the feedback knows, as JSON in a tensor of bytes."""
+        kept = [self._price, self._steps, self._coder_ratio, self._last, self.grid_step]
+        return torch.tensor(list(json.dumps(kept).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """What the feedback knew."""
+        kept = json.loads(bytes(state.tolist()))
+        self._price, self._steps, self._coder_ratio, self._last, self.grid_step = kept
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Fit the tables to the levels; with a target, adjust lambda by how far it is away."""
+        levels = self.levels.round()
+        table = code_length(self.layout, levels)
+        self.lengths.copy_(table.lengths)
+        self.contexts.copy_(table.contexts)
+        excess = self._excess(levels, table)
+        if excess is None or not math.isfinite(excess):
+            return
+        last = excess if self._last is None else self._last
+        change = _GAIN * excess + _DAMPING * (excess - last)
+        self._price = max(self._price, 1e-6) * math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
+        self._last = excess
+
+    def _excess(self, levels: Tensor, table: CodeLength) -> float | None:
+        """Logarithm of the size over the target's; None without a target."""
+        target = self.settings.target
+        if target.bytes is not None:
+            estimate = float(table.bits(levels).double().sum()) / 8
+            if self._steps % (_REFRESH * _MEASURE) == _REFRESH:
+                self._coder_ratio = self._index_bytes(levels) / max(estimate, 1.0)
+            return math.log(max(self._coder_ratio * estimate, 1.0) / self._index_goal)
+        if target.bits is not None:
+            return math.log(max(entropy_bits(levels), 1e-6) / (_MARGIN * target.bits))
+        return None
+
+    @property
+    def _index_goal(self) -> float:
+        """Bytes that the target leaves for the weights."""
+        return _MARGIN * float(self.settings.target.bytes or 0) - self._rest_bytes
+
+    def _starting_step(self, weights: Tensor) -> float:
+        """The step at which the rounded weights have the rate to start with, by bisection."""
+        target, size = self.settings.target, self.layout.size
+        bits = _START
+        if target.bytes is not None:
+            bits = _START * 8 * self._index_goal / size
+        elif target.bits is not None:
+            bits = _START * target.bits
+        first = dyadic(root_mean_square(weights))
+        low, high = -64, 64  # places on the ladder; eight double the step
+        while high - low > 1:
+            middle = (low + high) // 2
+            levels = (weights / next_dyadic(first, middle)).round()
+            rate = float(code_length(self.layout, levels).bits(levels).double().sum()) / size
+            low, high = (middle, high) if rate > bits else (low, middle)
+        return next_dyadic(first, high)
+
+    def _within_target(self) -> Tensor:
+        """The rounded levels; with a target, those with the narrowest zero bin that meets it."""
+        rounded = self.levels.round()
+        if self._fits(rounded):
+            return rounded
+        narrow, wide = 0.5, 1.5
+        for _ in range(_HALVINGS):
+            middle = (narrow + wide) / 2
+            narrow, wide = (narrow, middle) if self._fits(self._zeroed(middle)) else (middle, wide)
+        return self._zeroed(wide)
+
+    def _zeroed(self, below: float) -> Tensor:
+        return torch.where(self.levels.abs() < below, 0.0, self.levels.round())
+
+    def _fits(self, levels: Tensor) -> bool:
+        target = self.settings.target
+        if target.bytes is not None and self._index_bytes(levels) > self._index_goal:
+            return False
+        return target.bits is None or entropy_bits(levels) <= target.bits
+
+    def _index_bytes(self, levels: Tensor) -> int:
+        """Bytes of these weights in a file."""
+        return len(dumps(self._compressed(levels, {}))) - self._empty_bytes
+
+    def _rest(self) -> tuple[int, int]:
+        """Bytes of a file whose weights are all zero, with the uncompressed tensors and without them."""
+        model = copy.deepcopy(self.model)
+        if self.settings.finish.shrinks:
+            shrink_uncompressed(model, self.settings.finish)
+        nothing = torch.zeros(self.layout.size, dtype=self.layout.dtype)
+        parts: tuple[dict[str, Tensor], ...] = (untouched(model, self.layout), {})
+        rest, empty = (len(dumps(Compressed.of(self.layout, nothing, None, part))) for part in parts)
+        limit = self.settings.target.bytes or 0
+        if _MARGIN * limit <= rest:
+            raise ConfigError(
+                f"target.bytes is {limit:,}, and what is not compressed takes {rest:,} bytes without any "
+                "weight: give a larger target"
+            )
+        return rest, empty
+
+    def _compressed(self, levels: Tensor, rest: Any) -> Compressed:
+        values = (levels.detach().round() * self.grid_step).to(self.layout.dtype)
+        return Compressed.of(self.layout, held(self.layout, values), None, rest)
