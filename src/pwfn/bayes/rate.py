@@ -35,6 +35,7 @@ _START = 1.25  # bits at the first step: those of the target times this; without
 _LATENT_RATE = 10.0  # learning rate of the levels: this times training.learning_rate, in steps of the grid
 _GAIN, _DAMPING, _LARGEST_CHANGE = 0.5, 6.0, 0.3  # of log lambda per refresh
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
+_RECORD_BYTES = 700  # of a file: settings, scores and what else a run notes in it
 _HALVINGS = 8
 
 
@@ -254,6 +255,7 @@ class RateNetwork(Method):
         nothing = torch.zeros(self.layout.size, dtype=self.layout.dtype)
         parts: tuple[dict[str, Tensor], ...] = (untouched(model, self.layout), {})
         rest, empty = (len(dumps(Compressed.of(self.layout, nothing, None, part))) for part in parts)
+        rest += _RECORD_BYTES
         limit = self.settings.target.bytes or 0
         if _MARGIN * limit <= rest:
             raise ConfigError(
