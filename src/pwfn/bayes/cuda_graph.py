@@ -7,6 +7,7 @@ in Python (by Python's own random numbers, say). Dropout and the like draw new n
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,6 +63,7 @@ class GraphedStep:
 
     def _capture(self, batch: Batch, where: str) -> None:
         self._clear_gradients()  # so that backward allocates them in the graph's own memory
+        gc.collect()  # what is left of earlier passes belongs to another stream, which capture cannot wait for
         self._batch = batch.cloned()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:

@@ -121,7 +121,7 @@ class WeightNetwork(nn.Module):
             return functional_call(self.model, weights, args, kwargs, tie_weights=False)
         pieces = [found[entry.name] for entry in self.layout.entries]
         again = _Again(pieces) if torch.is_grad_enabled() else None
-        with self._holding(pieces if again is None else again.joined):
+        with self._holding(pieces if again is None else again.joined(pieces)):
             output = self.model(*args, **kwargs)
         if again is not None:
             self._ready_backward(output, again)
@@ -226,15 +226,19 @@ class _Again:
 
     Those parts use leaves: a re-entrant checkpoint runs a backward pass of its own, which would go through
     the graph of the weights once for every part. Their gradients are added where the pass's own arrive.
+    The graph refers to this object, which must not refer to anything behind it: nothing would free the two.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._inner = [w for w in weights if w.requires_grad and not w.is_leaf]
-        joined = dict(zip(map(id, self._inner), _Join.apply(self, *self._inner), strict=True))  # type: ignore[no-untyped-call]
         leaves = {id(w): w.detach().requires_grad_() for w in self._inner}
-        self.joined = [joined.get(id(w), w) for w in weights]
         self.leaves = [leaves.get(id(w), w) for w in weights]
         self._own = [leaves[id(w)] for w in self._inner]
+
+    def joined(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights for the pass itself."""
+        found = dict(zip(map(id, self._inner), _Join.apply(self, *self._inner), strict=True))  # type: ignore[no-untyped-call]
+        return [found.get(id(w), w) for w in weights]
 
     def taken(self) -> list[Tensor | None]:
         """The gradients of the leaves, which forget them."""
