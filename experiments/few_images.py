@@ -59,7 +59,7 @@ from pwfn.lab.compare.table import markdown
 from pwfn.layout import Layout, untouched
 from pwfn.zoo import models
 
-STEPS = (0.3, 0.4, 0.5, 0.6, 0.7)
+STEPS = (0.205, 0.295, 0.3, 0.4, 0.5, 0.6, 0.7)
 """Distance between values, as a fraction of the root mean square of all weights."""
 
 FINE_STEPS = (0.1, 0.125, 0.15, 0.2)

@@ -57,10 +57,17 @@ def with_ones(rows):
     return np.concatenate([rows, np.ones((len(rows), 1))], 1)
 
 
+def literal_damping(rows):
+    """The moments with the damping for so many inputs and columns."""
+    moments = rows.T @ rows / len(rows)
+    damping = max(DAMPING, 0.1 * len(moments) / len(rows))
+    return moments + damping * np.trace(moments) / len(moments) * np.eye(len(moments))
+
+
 def literal_layer(weight, own, original, step=STEP):
     """Least squares, then column by column: round it, and condition the others on all so far."""
     moments, cross = own.T @ own / len(own), original.T @ own / len(own)
-    h = moments + DAMPING * np.trace(moments) / len(moments) * np.eye(len(moments))
+    h = literal_damping(own)
     target = weight + weight @ (cross - moments) @ np.linalg.inv(h)
     now = target.copy()
     for j in range(now.shape[1]):
@@ -89,6 +96,19 @@ def test_one_layer_is_fixed_by_its_moments():
     assert own.weight.equal(expected[:, :-1])
     assert own.bias.equal(expected[:, -1])
     assert not own.weight.equal((model.weight / STEP).round() * STEP)
+
+
+def test_a_layer_with_few_inputs_is_not_fitted_to_these_alone(monkeypatch):
+    """With as many inputs as columns it is nearer to the original on other inputs for its damping."""
+    model, inputs, others = seeded(nn.Linear, 40, 16), numbers(40, 40), numbers(400, 40, seed=2)
+
+    def error():
+        own, _ = conditioned(model, parts_of(inputs))
+        return float((own(others) - model(others)).detach().square().mean())
+
+    damped = error()
+    monkeypatch.setattr("pwfn.fixing.condition._FEW_INPUTS", 0.0)
+    assert damped < 0.8 * error()
 
 
 def test_a_very_wide_layer_is_fixed_in_blocks_of_columns(monkeypatch):
@@ -145,7 +165,7 @@ def test_without_a_step_free_weights_move_to_their_conditional_mean():
         )
         kept = kept.astype(bool)
         moments, cross = rows.T @ rows / len(rows), before.T @ rows / len(rows)
-        h = moments + DAMPING * np.trace(moments) / len(moments) * np.eye(len(moments))
+        h = literal_damping(rows)
         expected = matrix(model[number])
         expected = expected + expected @ (cross - moments) @ np.linalg.inv(h)
         for row, k in enumerate(kept):

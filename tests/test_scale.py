@@ -277,6 +277,54 @@ def test_the_factors_are_those_computed_by_hand() -> None:
         torch.testing.assert_close(norm.running_var, variance, rtol=1e-6, atol=0)
 
 
+class WithHead(Branches):
+    """The same, beside layers that keep their scale: 2 rows of 3 weights and 2 groups of 1 row of 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.tail = nn.Linear(3, 2), nn.Conv1d(4, 2, 1, groups=2, bias=False)
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        free = self.head(x).mul_(16).sum() + self.tail(image).relu_().sum()  # both are changed in place
+        return super().forward(x, image) + free
+
+
+@pytest.mark.parametrize("power", [0.0, 0.3])
+def test_where_layers_keep_their_scale_the_others_cost_as_much_as_they_do(power: float) -> None:
+    model = lively(WithHead()).double()
+    with torch.no_grad():
+        model.tail.weight.fill_(1.0)
+    x = 3 * torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]]).double()
+    image = torch.eye(2).double()[[0, 1, 0, 1], :, None].repeat(1, 2, 5)  # relu_ lets all of it through
+    image[:, 2:] *= 2
+    before = copy.deepcopy(model)
+    # By itself, without the layers that keep their scale: the same factors but for a common one.
+    alone = lively(Branches()).double()
+    inputs = [Batch((x, image), {}, None)]
+    scale_filters(alone, Layout.of(alone), inputs, lambda output: output, power)
+    assert scale_filters(model, Layout.of(model), inputs, lambda output: output, power) == 6
+    common = float((model.linear.weight / alone.linear.weight).detach()[0, 0])
+    for name in ("linear", "conv"):
+        own, other = getattr(model, name).weight, getattr(alone, name).weight
+        torch.testing.assert_close(own, common * other, rtol=1e-6, atol=0)
+    for name in ("head", "tail"):
+        assert torch.equal(getattr(model, name).weight, getattr(before, name).weight)
+    # The slope of the sum at an output is that of its BatchNorm layer: scaled, it has become smaller.
+    slopes = {
+        name: (norm.weight / (norm.running_var + norm.eps).sqrt()).detach().square()
+        for name, norm in (("linear", model.linear_norm), ("conv", model.conv_norm))
+    }
+    squares = conditional_square(
+        image[:, :2, 0].T @ image[:, :2, 0] / 4 * torch.tensor([1.0, 4])[:, None, None]
+    )
+    costs = (
+        3 * slopes["linear"].sum() * 9 * 1.01 + 2 * 5 * (slopes["conv"] * squares.repeat_interleave(2)).sum()
+    )
+    kept = 3 * 2 * 16**2 * 9 * 1.01 + 2 * 5 * squares.sum()
+    assert common != pytest.approx(1, rel=0.1)
+    assert float(costs / (3 * 2 + 2 * 4)) == pytest.approx(float(kept / (3 * 2 + 2 * 2)), rel=1e-6)
+
+
 def linear_score(output: Tensor) -> Tensor:
     return (output * torch.linspace(1, 2, output.shape[1], dtype=output.dtype)).sum()
 

@@ -25,6 +25,8 @@ from pwfn.errors import WeightError
 DAMPING = 0.01
 """Added to the diagonal of the moments, as a fraction of its mean."""
 
+_FEW_INPUTS = 0.1  # damping of a layer with as many inputs as columns
+
 _BLOCK = 64  # columns whose errors are passed on together
 _MANTISSA = 8  # a step has at most four significant bits: 8 to 15 times a power of two
 
@@ -65,6 +67,18 @@ def damped(moments: Tensor, damping: float = DAMPING) -> Tensor:
     # A layer whose inputs are all zero: any positive number keeps its weights independent.
     added = torch.where(mean > 0, damping * mean, 1.0)
     return moments + torch.diag_embed(added.expand_as(diagonal))
+
+
+def damping_for(inputs: int, columns: int, damping: float = DAMPING) -> float:
+    """The damping of moments from so many inputs: ``0.1 * columns / inputs``, but at least ``damping``.
+
+    The last layer of a classifier has one input per image, often fewer than columns. Its weights could take
+    up each other's errors nearly perfectly on these images, and all the worse on others.
+
+    >>> damping_for(32_000, 1000), damping_for(1000, 1000), damping_for(250, 1000)
+    (0.01, 0.1, 0.4)
+    """
+    return max(damping, _FEW_INPUTS * columns / max(inputs, 1))
 
 
 def fix_columns(weight: Tensor, moments: Tensor, step: float, damping: float = DAMPING) -> Tensor:

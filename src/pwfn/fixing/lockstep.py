@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.fixing.condition import DAMPING, best_linear, conditional_mean, fix_columns
+from pwfn.fixing.condition import DAMPING, best_linear, conditional_mean, damping_for, fix_columns
 from pwfn.fixing.lanes import Inputs, Lane, Pass, key_of, pooled, sharing_copy
 from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
 from pwfn.layout import Layout
@@ -164,7 +164,8 @@ class Conditioning:
         width = -(-columns // -(-columns // _WIDEST))
         for first in range(0, columns, width):
             block = slice(first, min(first + width, columns))
-            moments, cross = _moments(group, limit, block, without_bias=bias is None)
+            moments, cross, count = _moments(group, limit, block, without_bias=bias is None)
+            damping = damping_for(count, moments.shape[-1], self._damping)
             if not bool(torch.isfinite(moments).all() and torch.isfinite(cross).all()):
                 raise WeightError(
                     f"{name}: its inputs are not finite on these images: check the images, or the network"
@@ -172,12 +173,12 @@ class Conditioning:
             dead = int((moments.diagonal(dim1=-2, dim2=-1) == 0).sum())
             if dead:
                 self.dead[name] = self.dead.get(name, 0) + dead
-            target = best_linear(matrix[..., block], cross, moments, self._damping)
+            target = best_linear(matrix[..., block], cross, moments, damping)
             if self.step is not None:
-                values[..., block] = fix_columns(target, moments, self.step, self._damping)
+                values[..., block] = fix_columns(target, moments, self.step, damping)
                 continue
             own, kept = (matrix_of(of)[..., block] for of in (self._weights[1].memory, self._kept_memory))
-            values[..., block] = conditional_mean(target, own.float(), kept, moments, self._damping, _CLOSE)
+            values[..., block] = conditional_mean(target, own.float(), kept, moments, damping, _CLOSE)
         self._write(product.weight, positions, values[..., : positions.shape[-1]])
         if bias is not None and rows is not None:
             self._write(bias, rows, values[..., -1].reshape(rows.shape))
@@ -232,8 +233,10 @@ class Conditioning:
         return (note,) if silent else ()
 
 
-def _moments(group: Sequence[Lane], limit: int, block: slice, without_bias: bool) -> tuple[Tensor, Tensor]:
-    """``E[x' x'^T]`` of some columns of the inputs in the copy, and ``E[x x'^T]`` with the original's."""
+def _moments(
+    group: Sequence[Lane], limit: int, block: slice, without_bias: bool
+) -> tuple[Tensor, Tensor, int]:
+    """``E[x' x'^T]`` of some columns of the copy's inputs, ``E[x x'^T]`` with the original's; how many."""
     moments: Tensor | float = 0.0
     cross: Tensor | float = 0.0
     count = 0
@@ -244,7 +247,7 @@ def _moments(group: Sequence[Lane], limit: int, block: slice, without_bias: bool
         count += own.shape[1]
     assert isinstance(moments, Tensor)
     assert isinstance(cross, Tensor)
-    return moments / count, cross / count
+    return moments / count, cross / count, count
 
 
 @contextmanager

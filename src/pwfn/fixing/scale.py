@@ -4,7 +4,8 @@ BatchNorm divides by the standard deviation of its input. A filter before it may
 positive number: with the running statistics changed accordingly, the network stays the same function. But
 the weights are rounded to one grid, so the number decides how finely a filter is rounded. Rounding costs
 ``sum h_i sigma_i^2 / 2`` and the code takes ``sum log(1 / sigma_i)``, so the noise should be ``1 / sqrt(h)``:
-filters to which the output is sensitive are made larger, others smaller.
+filters to which the output is sensitive are made larger, others smaller. Layers without BatchNorm, mostly
+the last one, cannot be scaled: all others are then scaled together, so that both cost the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -50,7 +52,7 @@ def scale_filters(
 ) -> int:
     """Scale the filters of ``model`` that BatchNorm follows, in place; returns how many (0: none).
 
-    Filter r is multiplied by ``s = (h_r / mean)^power``, with the geometric mean over all weights, and ::
+    Filter r is multiplied by ``s = g (h_r / mean)^power``, with the geometric mean over all weights, and ::
 
         running_mean' = s * running_mean        running_var' = s^2 * (running_var + eps) - eps
 
@@ -59,8 +61,9 @@ def scale_filters(
     :func:`conditional_square` of its inputs. ``score`` turns the output for a batch into one number: the
     sum of the log-likelihoods of labels that are drawn from the network's own distribution.
 
-    Scaled are compressed layers whose output goes to one BatchNorm layer and nowhere else. Nothing is done
-    where the curvatures are so similar that the gain is small (:func:`gain_bits`).
+    Scaled are compressed layers whose output goes to one BatchNorm layer and nowhere else. Their common
+    factor ``g`` is 1 unless there are other linear layers or convolutions: see :func:`_common_factor`.
+    Nothing is done where all curvatures are so similar that the gain is small (:func:`gain_bits`).
 
     >>> from pwfn.bayes.batches import Batch
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)).eval()
@@ -76,17 +79,21 @@ def scale_filters(
     weights = Weights(model, layout)
     network = sharing_copy(model).eval()
     with _without_gradients(model):
-        links, before = _links(network, weights, layout, batches[0])
-        curvatures = _curvatures(network, weights, links, batches, score)
-    links = [link for link in links if link.layer in curvatures]
-    rows = [curvatures[link.layer] for link in links]
+        links, others, before = _links(network, weights, layout, batches[0])
+        curvatures = _curvatures(network, weights, [*links, *others], batches, score)
+    links, others = ([link for link in some if link.layer in curvatures] for some in (links, others))
+    rows, fixed = ([curvatures[link.layer] for link in some] for some in (links, others))
     columns = [link.columns for link in links]
-    if not links or not gain_bits(rows, columns) >= SMALLEST_GAIN:
+    # Filters that cannot be scaled apart count as one.
+    alike = [h.mean().expand_as(h) for h in fixed]
+    if not links or not gain_bits([*rows, *alike], [*columns, *(o.columns for o in others)]) >= SMALLEST_GAIN:
         return 0
     with torch.no_grad():
         changes: list[tuple[Tensor, Tensor]] = []
-        for link, s in zip(links, _factors(rows, columns, power), strict=True):
-            changes += _scaled(weights, link.product, model.get_submodule(link.layer), s)
+        factors = _factors(rows, columns, power)
+        common = _common_factor(rows, columns, factors, fixed, [other.columns for other in others])
+        for link, s in zip(links, factors, strict=True):
+            changes += _scaled(weights, link.product, model.get_submodule(link.layer), common * s)
         kept = [tensor.clone() for tensor, _ in changes]
         for tensor, new in changes:
             tensor.copy_(new)
@@ -132,6 +139,32 @@ def _factors(curvatures: Sequence[Tensor], columns: Sequence[int], power: float)
     return found
 
 
+def _common_factor(
+    curvatures: Sequence[Tensor],
+    columns: Sequence[int],
+    factors: Sequence[Tensor],
+    fixed: Sequence[Tensor],
+    fixed_columns: Sequence[int],
+) -> float:
+    """The number g by which all factors are multiplied, because of the layers that keep their scale.
+
+    A rounding error costs ``h / (g s)^2`` in a scaled filter and ``h`` in one that keeps its scale. On a fine
+    grid the code is shortest for a given cost where both have the same mean over their weights.
+
+    >>> ones = [torch.ones(2)]
+    >>> _common_factor([torch.full((2,), 16.0)], [3], ones, ones, [5])
+    4.0
+    """
+
+    def mean(squares: Iterable[Tensor], columns: Sequence[int]) -> float:
+        each, share = _over_weights(list(squares), columns)
+        return float((each * share).sum())
+
+    rest = mean(fixed, fixed_columns) if fixed else 0.0
+    own = mean((h / s.square() for h, s in zip(curvatures, factors, strict=True)), columns)
+    return min(max(math.sqrt(own / rest), 1 / _LARGEST), _LARGEST) if rest and own else 1.0
+
+
 def _scaled(weights: Weights, product: Product, layer: Any, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Tensors that belong to one layer and its BatchNorm layer, and their new numbers."""
     mean, variance = layer.running_mean, layer.running_var.double() + layer.eps
@@ -153,16 +186,18 @@ def _scaled(weights: Weights, product: Product, layer: Any, factor: Tensor) -> l
 
 @dataclass(frozen=True)
 class _Link:
-    """A layer whose output goes to one BatchNorm layer, and nowhere else."""
+    """A layer, and where its output can be seen: mostly at the one BatchNorm layer that it goes to."""
 
     product: Product  # without its inputs
-    layer: str  # name of the BatchNorm layer
+    layer: str  # name of the BatchNorm layer or, where nothing is scaled, of its own module
     columns: int  # weights per filter
 
 
 @torch.no_grad()
-def _links(network: nn.Module, weights: Weights, layout: Layout, batch: Inputs) -> tuple[list[_Link], Any]:
-    """The layers that may be scaled, and the network's output."""
+def _links(
+    network: nn.Module, weights: Weights, layout: Layout, batch: Inputs
+) -> tuple[list[_Link], list[_Link], Any]:
+    """The layers that may be scaled, other linear layers and convolutions, and the network's output."""
     with _Trace(weights) as trace:
         output = batch.through(network, "the first images")
     trace.note(output, None)  # what the network returns is used, too
@@ -180,7 +215,15 @@ def _links(network: nn.Module, weights: Weights, layout: Layout, batch: Inputs) 
             use = uses[0]
             if isinstance(use, Normalisation) and trace.layers[use.layer] == 1:
                 links.append(_Link(product, use.layer, product.positions().shape[-1]))
-    return links, output
+    products = {layout.entries[product.weight.entry].name: product for product, _ in trace.uses}
+    for link in links:
+        del products[layout.entries[link.product.weight.entry].name]
+    others = [
+        _Link(products[f"{name}.weight"], name, products[f"{name}.weight"].positions().shape[-1])
+        for name, module in network.named_modules()
+        if isinstance(module, (nn.Linear, _ConvNd)) and f"{name}.weight" in products
+    ]
+    return links, others, output
 
 
 class _Trace(TorchDispatchMode):
@@ -227,14 +270,17 @@ def _curvatures(
     batches: Sequence[Inputs],
     score: Callable[[Any], Tensor],
 ) -> dict[str, Tensor]:
-    """By BatchNorm layer, the curvature of every filter before it."""
+    """By the layer where an output can be seen, the curvature of every filter that makes it."""
     starts = itertools.accumulate((batch.size for batch in batches), initial=0)
     some = [batch for batch, start in zip(batches, starts, strict=False) if start < _EXAMPLES]
     sums = _Sums(links, len(some))
     network = sharing_copy(network)  # it alone has the hooks, and what a pass leaves on modules
     for link in links:
-        hook = partial(sums.add_gradient, link.layer)
-        network.get_submodule(link.layer).register_forward_pre_hook(hook, with_kwargs=True)
+        module = network.get_submodule(link.layer)
+        if isinstance(module, (nn.Linear, _ConvNd)):
+            module.register_forward_hook(partial(sums.at_output, link))
+        else:
+            module.register_forward_pre_hook(partial(sums.at_input, link.layer), with_kwargs=True)
     for batch in some if links else ():
         with torch.enable_grad():
             with Watch(weights, sums.add_moments):
@@ -278,15 +324,23 @@ class _Sums:
         self.counts: Counter[str] = Counter()  # inputs in the moments
         self.starts: list[Tensor] = []  # where the graph of a pass begins: parameters need no gradients
 
-    def add_gradient(self, layer: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def at_input(self, layer: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pre-hook of a BatchNorm layer."""
-        z = next(iter((*args, *kwargs.values())))
+        self._add_gradient(layer, next(iter((*args, *kwargs.values()))), 1)
+
+    def at_output(self, link: _Link, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """A forward hook of another layer."""
+        form = link.product.convolution
+        self._add_gradient(link.layer, output, output.dim() - (1 if form is None else 1 + len(form.kernel)))
+        return output.clone() if output.is_leaf else output  # a leaf could not be changed in place
+
+    def _add_gradient(self, layer: str, z: Tensor, channels: int) -> None:
         if not z.requires_grad:
             self.starts.append(z.requires_grad_())
 
         def add(gradient: Tensor) -> None:
-            square = _wide(gradient).square().sum([0, *range(2, gradient.dim())], dtype=torch.float64)
-            self.gradients[layer] = square + self.gradients.get(layer, 0)
+            rows = _wide(gradient).movedim(channels, 0).flatten(1)
+            self.gradients[layer] = rows.square().sum(1, dtype=torch.float64) + self.gradients.get(layer, 0)
 
         z.register_hook(add)
 
