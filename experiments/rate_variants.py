@@ -30,7 +30,7 @@ class Noise(RateNetwork):
         """A draw in training, rounded otherwise."""
         if not self.training:
             return super().weights()
-        return self.layout.views(self.drawn() * self.grid_step)
+        return self.layout.views(self.drawn() * self._grid)
 
     def drawn(self) -> Tensor:
         """The levels with noise."""
@@ -63,7 +63,8 @@ class Rounds(RateNetwork):
     """Fixed in rounds, nearest first; a fixed weight does not move."""
 
     _fixes_at_once = False
-    fixed: Tensor
+    mask: Tensor
+    values: Tensor
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config)

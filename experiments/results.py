@@ -48,15 +48,24 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("compare_resnet18", "compare_resnet20", "compare_vit"),
     ),
     "conditioned": (
-        "The preset quick",
-        "1,024 training images without their labels, no training. The step is a fraction of the root mean "
-        "square of all weights; `quick` without a step finds its own.",
+        "Conditioning",
+        "The preset quick: 1,024 training images without their labels, no training. The step is a fraction "
+        "of the root mean square of all weights; `quick` without a step finds its own. The last table is "
+        "about PWFN, trained with all images and labels.",
         (
             "conditioned_resnet20",
             "conditioned_resnet56",
             "conditioned_resnet18",
             "conditioned_vgg16",
+            "conditioned_vit",
+            "conditioned_rounds",
         ),
+    ),
+    "small": (
+        "Trained for the bytes",
+        "The preset small, with a target in bytes. Step, optimiser and loss were chosen on a ResNet-20 and "
+        "a VGG-16 that never saw the 5,000 held-out images.",
+        ("small_resnet20",),
     ),
     "sigma": (
         "Where sigma comes from",

@@ -42,7 +42,7 @@ InputShape = Annotated[str | None, _option(DATA, _SHAPE)]
 Limit = Annotated[int | None, _option(DATA, "Train on this many images only.", min=1)]
 _METHODS = "pwfn (default), wfn, lsq, lsq+, apot, q-vit, kmeans, baseline, or python:FILE:CLASS."
 Method = Annotated[str | None, _option(SETTINGS, _METHODS)]
-_PRESETS = "recommended (default), paper, or quick (no labels, no training)."
+_PRESETS = "recommended (default), small (trained for the bytes), quick (no labels, no training), or paper."
 Preset = Annotated[str | None, _option(SETTINGS, _PRESETS)]
 Seed = Annotated[int | None, _option(SETTINGS, "Seed of all random states.", min=0)]
 _SOURCES = "npz:PATH, imagefolder:DIR, images:DIR (no labels), cifar10:DIR, digits, python:FILE:FUNCTION, …"

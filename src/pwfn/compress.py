@@ -13,13 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from pwfn.bayes import conditioned as _conditioned  # noqa: F401  # registers the method of the preset quick
-from pwfn.bayes import rate as _rate  # noqa: F401  # and of the preset small
+from pwfn.bayes import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
-from pwfn.bayes.objective import LossFn, Objective, comparison, divergence
+from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
 from pwfn.bayes.sigma import probe
@@ -148,7 +147,7 @@ class Run:
         if val_loader is not None:
             self.val = Source("val_loader", batched(val_loader), distributed.device, last)
             self.val = self.val.apart() if val_loader is train_loader else self.val
-            if config.method == "conditioned" and not distill:  # it needs no labels, so there may be none
+            if config.method in ("conditioned", "rate") and not distill:  # they can do without labels
                 distill = comparison(next(self.val.batches(), None), self.original)
         compare = divergence if distill is True else distill or None
         classifies = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
@@ -156,9 +155,8 @@ class Run:
         check_target(config.target, self.val is not None and self.metric is not None)
         # The argument replaces the task; the setting only changes how it is trained.
         self.scored = Objective(compare, self.original) if compare else Objective(loss_fn)
-        distils = compare is None and config.training.distill
-        teaches = Objective(divergence if classifies else F.mse_loss, self.original)
-        self.objective = teaches if distils else self.scored
+        taught = Objective(divergence if classifies else relative_square, self.original)
+        self.objective = taught if compare is None and config.training.distill else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)

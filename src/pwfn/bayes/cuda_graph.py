@@ -63,7 +63,7 @@ class GraphedStep:
 
     def _capture(self, batch: Batch, where: str) -> None:
         self._clear_gradients()  # so that backward allocates them in the graph's own memory
-        gc.collect()  # what is left of earlier passes belongs to another stream, which capture cannot wait for
+        gc.collect()  # what is left of earlier passes belongs to a stream that capture cannot wait for
         self._batch = batch.cloned()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ _START = 1.25  # bits at the first step: those of the target times this; without
 _LATENT_RATE = 10.0  # learning rate of the levels: this times training.learning_rate, in steps of the grid
 _GAIN, _DAMPING, _LARGEST_CHANGE = 0.5, 6.0, 0.3  # of log lambda per refresh
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
-_RECORD_BYTES = 700  # of a file: settings, scores and what else a run notes in it
+_RECORD_BYTES = 200  # of a file: scores and what else a run notes in it beside its settings
 _HALVINGS = 8
 
 
@@ -105,8 +105,8 @@ class RateNetwork(Method):
         self._price, self._steps, self._coder_ratio = float(self.options.price), 0, 1.0
         self._last: float | None = None  # the excess at the last refresh
         self._rest_bytes, self._empty_bytes = self._rest() if self.settings.target.bytes else (0, 0)
-        self.grid_step = self._starting_step(weights)
-        self.levels = nn.Parameter(weights / self.grid_step)
+        self._grid = self.grid_step = self._starting_step(weights)
+        self.levels = nn.Parameter(weights / self._grid)
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=weights.device))
         table = code_length(self.layout, self.levels.detach().round())
         self.register_buffer("lengths", table.lengths)
@@ -120,7 +120,7 @@ class RateNetwork(Method):
     def weights(self) -> dict[str, Tensor]:
         """The rounded weights, by name."""
         levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]
-        return self.layout.views(levels * self.grid_step)
+        return self.layout.views(levels * self._grid)
 
     def penalty(self) -> Tensor:
         """``lambda * bits / n``, with tables that are fitted again every few steps."""
@@ -140,11 +140,11 @@ class RateNetwork(Method):
         """Round all weights. Where the target is missed by a little, more of the smallest go to zero."""
         with torch.no_grad():
             check_finite(self.levels, self.layout, "level of")
-            before = self.levels * self.grid_step
+            before = self.levels * self._grid
             self.levels.copy_(self._within_target())
             self.fixed.fill_(True)
-            moves = relative_moves(before, self.levels * self.grid_step)
-        step = FixStep(math.nan, 0, float(self.grid_step or 0), self.layout.size)
+            moves = relative_moves(before, self.levels * self._grid)
+        step = FixStep(math.nan, 0, self._grid, self.layout.size)
         return FixRecord(1.0, self.layout.size, (step,), tuple(moves))
 
     def finish(self) -> Compressed:
@@ -155,7 +155,7 @@ class RateNetwork(Method):
 
     def state(self) -> WeightState:
         """The rounded weights; all are fixed, or none."""
-        values = (self.levels.detach().round() * self.grid_step).to(self.layout.dtype)
+        values = (self.levels.detach().round() * self._grid).to(self.layout.dtype)
         return WeightState(values, fixed=self.fixed.expand(values.shape))
 
     def parameter_groups(self, *, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
@@ -166,13 +166,14 @@ class RateNetwork(Method):
 
     def get_extra_state(self) -> Tensor:
         """What the feedback knows, as JSON in a tensor of bytes."""
-        kept = [self._price, self._steps, self._coder_ratio, self._last, self.grid_step]
+        kept = [self._price, self._steps, self._coder_ratio, self._last, self._grid]
         return torch.tensor(list(json.dumps(kept).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         """What the feedback knew."""
         kept = json.loads(bytes(state.tolist()))
-        self._price, self._steps, self._coder_ratio, self._last, self.grid_step = kept
+        self._price, self._steps, self._coder_ratio, self._last, self._grid = kept
+        self.grid_step = self._grid
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -214,21 +215,29 @@ class RateNetwork(Method):
             bits = _START * 8 * self._index_goal / size
         elif target.bits is not None:
             bits = _START * target.bits
+
+        def rate(levels: Tensor) -> float:
+            if target.bytes is None and target.bits is not None:
+                return entropy_bits(levels)
+            return float(code_length(self.layout, levels).bits(levels).double().sum()) / size
+
         first = dyadic(root_mean_square(weights))
         low, high = -64, 64  # places on the ladder; eight double the step
         while high - low > 1:
             middle = (low + high) // 2
-            levels = (weights / next_dyadic(first, middle)).round()
-            rate = float(code_length(self.layout, levels).bits(levels).double().sum()) / size
-            low, high = (middle, high) if rate > bits else (low, middle)
+            too_fine = rate((weights / next_dyadic(first, middle)).round()) > bits
+            low, high = (middle, high) if too_fine else (low, middle)
         return next_dyadic(first, high)
 
     def _within_target(self) -> Tensor:
-        """The rounded levels; with a target, those with the narrowest zero bin that meets it."""
+        """The rounded levels; with a target, those with the narrowest zero bin that meets it.
+
+        Where even half the weights at one step would have to go to zero, the target is missed.
+        """
         rounded = self.levels.round()
-        if self._fits(rounded):
+        narrow, wide = 0.5, 1.0
+        if self._fits(rounded) or not self._fits(self._zeroed(wide)):
             return rounded
-        narrow, wide = 0.5, 1.5
         for _ in range(_HALVINGS):
             middle = (narrow + wide) / 2
             narrow, wide = (narrow, middle) if self._fits(self._zeroed(middle)) else (middle, wide)
@@ -245,7 +254,10 @@ class RateNetwork(Method):
 
     def _index_bytes(self, levels: Tensor) -> int:
         """Bytes of these weights in a file."""
-        return len(dumps(self._compressed(levels, {}))) - self._empty_bytes
+        compressed = self._compressed(levels, {})
+        return (
+            len(dumps(replace(compressed, record={"settings": self.settings.to_dict()}))) - self._empty_bytes
+        )
 
     def _rest(self) -> tuple[int, int]:
         """Bytes of a file whose weights are all zero, with the uncompressed tensors and without them."""
@@ -254,7 +266,10 @@ class RateNetwork(Method):
             shrink_uncompressed(model, self.settings.finish)
         nothing = torch.zeros(self.layout.size, dtype=self.layout.dtype)
         parts: tuple[dict[str, Tensor], ...] = (untouched(model, self.layout), {})
-        rest, empty = (len(dumps(Compressed.of(self.layout, nothing, None, part))) for part in parts)
+        record = {"settings": self.settings.to_dict()}
+        rest, empty = (
+            len(dumps(Compressed.of(self.layout, nothing, None, part, record=record))) for part in parts
+        )
         rest += _RECORD_BYTES
         limit = self.settings.target.bytes or 0
         if _MARGIN * limit <= rest:
@@ -265,5 +280,5 @@ class RateNetwork(Method):
         return rest, empty
 
     def _compressed(self, levels: Tensor, rest: Any) -> Compressed:
-        values = (levels.detach().round() * self.grid_step).to(self.layout.dtype)
+        values = (levels.detach().round() * self._grid).to(self.layout.dtype)
         return Compressed.of(self.layout, held(self.layout, values), None, rest)

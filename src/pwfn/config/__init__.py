@@ -1,4 +1,4 @@
-"""Settings: declared once, by stage, checked when they are set; three presets; TOML in and out."""
+"""Settings: declared once, by stage, checked when they are set; four presets; TOML in and out."""
 
 from pwfn.config.checks import Choice, Number, Section, Switch, hint, setting
 from pwfn.config.config import METHOD_DEFAULTS, PRESETS, Config, flat

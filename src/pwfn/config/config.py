@@ -1,4 +1,4 @@
-"""All settings of a run: frozen, checked on construction, TOML in and out, three presets.
+"""All settings of a run: frozen, checked on construction, TOML in and out, four presets.
 
 A setting is written ``section.name`` (``fixing.rule``) in messages and overrides, and as a key of a
 table in TOML. ``None`` is written ``"off"`` there.
@@ -114,7 +114,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, method: str = "pwfn") -> Self:
-        """The settings of a preset, ``recommended``, ``paper`` or ``quick``, for a method.
+        """The settings of a preset, ``recommended``, ``small``, ``quick`` or ``paper``, for a method.
 
         ``recommended``: one sigma for all weights, as large as the network tolerates, which is not
         trained; the rule ``each``; BatchNorm re-estimation and one epoch of polish at the end.
@@ -124,13 +124,16 @@ class Config:
         ``quick``: the method ``conditioned``. No labels and no training: the weights go to multiples of one
         step, layer by layer, and those still free take up the rounding error. A thousand images are enough.
 
+        ``small``: the method ``rate``. Trained for the bytes: the divergence from the original network's
+        output plus a price for the length of the code. Meant to be used with ``target.bytes``.
+
         ``paper``: the paper's numbers, every one of them pinned. Departures from its text: the clamp of
         the initial sigma has its bounds in the right order, and divides by the third quartile of the whole
         product (the text swaps the bounds and names one factor); the gradient is clipped to norm 1 before
         the regulariser's part is added (the text does not say where); ties are broken as
         :func:`pwfn.fix_round` says (the text does not say how).
 
-        ``paper`` is for the method ``pwfn`` alone, and ``quick`` names its own method.
+        ``paper`` is for the method ``pwfn`` alone; ``quick`` and ``small`` name their own methods.
 
         >>> Config.preset("quick").method
         'conditioned'

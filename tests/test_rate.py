@@ -1,0 +1,304 @@
+"""Training for the bytes: the code length as a function, the feedback, and the method in whole runs."""
+
+import copy
+import math
+
+import pytest
+import rate_variants
+import torch
+from cases import Shuffled, normalised_classifier, numbers
+from torch import nn
+from torch.nn import functional as F
+
+import pwfn
+from pwfn import Config, ConfigError, WeightError
+from pwfn.bayes import rate
+from pwfn.bayes.rate import RateNetwork
+from pwfn.file.compressed import Compressed
+from pwfn.file.format import dumps
+from pwfn.fixing.code_length import LARGEST, CodeLength, code_length, entropy_bits
+from pwfn.fixing.condition import next_dyadic
+from pwfn.layout import Layout
+from pwfn.zoo.arrays import digits
+
+SMALL = Config.preset("small")
+SHORT = SMALL.override({"schedule.epochs_per_round": [3.0]})
+
+
+def laplacian(*shape: int, scale: float, seed: int = 0) -> torch.Tensor:
+    u = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+    return -scale * u.sign() * (1 - 2 * u.abs()).log()
+
+
+def conv(filters: int = 32, channels: int = 48) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(channels, filters, 3, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(laplacian(filters, channels, 3, 3, scale=0.1))
+    return model
+
+
+# Code length
+
+
+def test_lengths_are_those_of_the_frequencies():
+    """A vector has one context: 6 zeros and 2 of magnitude one are coded with 6/8 and 1/8 for each sign."""
+    layout = Layout.of(nn.Linear(1, 8), (), ("weight",))
+    levels = torch.tensor([0.0, 0, 0, 0, 0, 0, 1, -1])
+    bits = code_length(layout, levels).bits(levels)
+    assert bits.tolist() == pytest.approx([math.log2(8 / 6)] * 6 + [3.0] * 2, abs=0.03)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_gradient_is_that_of_finite_differences(seed):
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(7, 2))
+    layout = Layout.of(model)
+    levels = laplacian(layout.size, scale=3.0, seed=seed).double()
+    levels[:3] = torch.tensor([0.25, LARGEST + 3.7, -LARGEST - 0.5])
+    table = code_length(layout, levels.round())
+    levels.requires_grad_()
+    (gradient,) = torch.autograd.grad(table.bits(levels).sum(), levels)
+    h = 1e-4
+    near = (levels.detach().abs() % 1 - 0.5).abs() < 0.49  # at whole numbers the slope changes
+    with torch.no_grad():
+        found = (table.bits(levels + h) - table.bits(levels - h)) / (2 * h)
+    assert gradient[near].tolist() == pytest.approx(found[near].tolist(), rel=1e-3, abs=1e-3)
+
+
+def test_zero_is_the_shortest_and_no_level_is_impossible():
+    model = conv()
+    layout = Layout.of(model)
+    table = code_length(layout, laplacian(layout.size, scale=0.1).round())
+    assert bool((table.lengths.diff(dim=1) >= 0).all())
+    assert bool(torch.isfinite(table.lengths).all())
+
+
+@pytest.mark.parametrize("scale", [0.15, 0.4, 1.0, 3.0])
+def test_the_sum_is_near_the_bytes_of_a_file(scale):
+    """Of independent weights: there is nothing that the file's coder knows and the tables do not."""
+    model = conv(128, 96)
+    layout = Layout.of(model)
+    levels = laplacian(layout.size, scale=scale).round()
+    coded, empty = (len(dumps(Compressed.of(layout, v, None, {}))) for v in (levels, 0 * levels))
+    estimate = float(code_length(layout, levels).bits(levels).sum()) / 8
+    assert estimate == pytest.approx(coded - empty, rel=0.03)
+
+
+def test_a_filter_of_zeros_is_nearly_free_and_a_weight_in_it_expensive():
+    layout = Layout.of(conv())
+    levels = laplacian(32, 48, 3, 3, scale=1.0).round()
+    levels[:16] = 0
+    levels[0, 0, 0, 0] = 1
+    table = code_length(layout, levels.reshape(-1))
+    bits = table.bits(levels.reshape(-1)).view_as(levels)
+    assert float(bits[1:16].mean()) < 0.02
+    assert float(bits[0, 0, 0, 0]) > 2 * float(bits[16:][levels[16:] == 1].mean())
+
+
+def test_entropy_of_all_levels():
+    assert entropy_bits(torch.tensor([0.0, 0.0, 1.0, -1.0])) == 1.5
+    assert entropy_bits(torch.zeros(5)) == 0.0
+
+
+# The method
+
+
+def test_weights_are_multiples_of_one_step_in_every_mode():
+    net = RateNetwork(conv())
+    for mode in (True, False):
+        values = net.train(mode).weights()["0.weight"] / net.grid_step
+        assert bool((values == values.round()).all())
+    assert bin(round(math.frexp(net.grid_step)[0] * 16)).count("1") <= 4
+    assert math.frexp(net.grid_step)[0] * 16 == round(math.frexp(net.grid_step)[0] * 16)
+
+
+def test_gradients_pass_through_the_rounding():
+    net = RateNetwork(nn.Linear(3, 1, bias=False)).train()
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    net(x).sum().backward()
+    assert net.levels.grad.tolist() == pytest.approx([net.grid_step * v for v in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("target", [0.5, 1.0, 2.0])
+def test_the_step_is_the_finest_that_starts_near_the_target(target):
+    net = RateNetwork(conv(64, 64), SMALL.override({"target.bits": target}))
+    finer = (net.levels.detach() * net.grid_step / next_dyadic(net.grid_step, -1)).round()
+    assert entropy_bits(net.levels.detach().round()) <= 1.25 * target < entropy_bits(finer)
+
+
+def test_the_penalty_is_the_price_times_the_bits_per_weight():
+    net = RateNetwork(conv(), SMALL.override({"options.price": 0.3}))
+    expected = 0.3 / net.layout.size * CodeLength(net.lengths, net.contexts).bits(net.levels).sum()
+    assert net.penalty().item() == pytest.approx(expected.item())
+
+
+def test_the_price_rises_above_the_target_and_falls_below_it(monkeypatch):
+    monkeypatch.setattr(rate, "_REFRESH", 1)
+    prices = []
+    for factor in (0.5, 2.0):
+        net = RateNetwork(conv(), SMALL.override({"target.bits": 1.0}))
+        now = entropy_bits(net.levels.detach().round())
+        net.settings = SMALL.override({"target.bits": factor * now})
+        net.penalty()
+        prices.append(net._price)
+    assert prices[0] > net.options.price > prices[1]
+
+
+def test_a_target_is_met_at_the_end_even_without_training():
+    """The zero bin is widened as far as needed, and no further."""
+    net = RateNetwork(conv(64, 64), SMALL.override({"target.bytes": 8000}))
+    assert net._index_bytes(net.levels.detach().round()) > net._index_goal
+    net.fix(1.0)
+    coded = len(dumps(net.finish()))
+    assert 0.9 * 8000 < coded + rate._RECORD_BYTES <= 8000
+
+
+def test_what_a_run_learns_survives_in_its_state(monkeypatch):
+    monkeypatch.setattr(rate, "_REFRESH", 2)
+    net = RateNetwork(conv(), SMALL.override({"target.bytes": 3000}))
+    for _ in range(5):
+        net.penalty()
+    other = RateNetwork(conv(), SMALL.override({"target.bytes": 3000}))
+    other.load_state_dict(copy.deepcopy(net.state_dict()))
+    for _ in range(3):
+        assert other.penalty().equal(net.penalty())
+    assert other._price == net._price
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A network for the digits, and its data."""
+    data = digits(batch_size=32)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 32), nn.ReLU(),
+        nn.Linear(32, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(6):
+        for x, y in data.train:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.eval(), data
+
+
+def test_a_network_in_a_tenth_of_its_bytes(trained):
+    model, data = trained
+    config = SMALL.override({"target.bytes": 4500, "schedule.epochs_per_round": [10.0]})
+    result = pwfn.compress(model, data.train, data.test, config)
+    assert 0.8 * 4500 < len(dumps(result.compressed)) <= 4500
+    assert result.after.metric > result.before.metric - 0.02
+    assert not result.warnings
+    assert result.choice.met
+
+
+def test_a_lower_price_gives_a_larger_file(trained):
+    model, data = trained
+    sizes = []
+    for price in (0.01, 3.0):
+        config = SHORT.override({"options.price": price})
+        sizes.append(len(dumps(pwfn.compress(model, data.train, config=config).compressed)))
+    assert sizes[0] > 1.2 * sizes[1]
+
+
+def test_the_same_seed_gives_the_same_bytes():
+    config = SHORT.override({"target.bits": 1.5})
+    one, other = (pwfn.compress(normalised_classifier(), Shuffled(), config=config) for _ in range(2))
+    assert dumps(one.compressed) == dumps(other.compressed)
+
+
+@pytest.mark.parametrize("stop", [1, 5, 9])
+def test_a_stopped_run_ends_in_the_same_bytes(stop, monkeypatch):
+    """Stopped between two fits of the tables, and at one."""
+    monkeypatch.setattr(rate, "_REFRESH", 3)
+    config = SHORT.override({"target.bits": 1.5})
+    whole = pwfn.compress(normalised_classifier(), Shuffled(), config=config)
+    kept = []
+
+    def keep(snapshot, last):
+        kept.append(snapshot())
+        if len(kept) == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pwfn.compress(normalised_classifier(), Shuffled(), config=config, keep=keep)
+    resumed = pwfn.compress(normalised_classifier(), Shuffled(), config=config, resume=kept[-1])
+    assert dumps(resumed.compressed) == dumps(whole.compressed)
+
+
+def test_other_losses_are_distilled_by_the_squared_error():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
+    x = numbers(256, 4)
+    data = [(part, model(part).detach()) for part in x.split(32)]
+    config = SMALL.override({"target.bits": 4.0, "schedule.epochs_per_round": [40.0]})
+    result = pwfn.compress(model, data, data, config, F.mse_loss)
+    spread = float(torch.cat([y for _, y in data]).var())
+    assert result.after.loss < 0.05 * spread
+
+
+def test_images_without_labels_are_enough(trained):
+    model, data = trained
+    images = [x for x, _ in data.train]
+    config = SMALL.override({"target.bits": 1.5, "schedule.epochs_per_round": [4.0]})
+    result = pwfn.compress(model, images, images[:5], config)
+    assert result.after.agreement
+    assert result.after.metric > 0.95
+
+
+# What is refused
+
+
+def test_a_target_below_the_rest_is_refused():
+    with pytest.raises(ConfigError, match=r"target\.bytes is 600, and what is not compressed takes"):
+        RateNetwork(conv(), SMALL.override({"target.bytes": 600}))
+
+
+def test_rounds_are_refused():
+    with pytest.raises(ConfigError, match=r"leave schedule\.fractions"):
+        RateNetwork(
+            nn.Linear(2, 2),
+            SMALL.override({"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 1.0}),
+        )
+
+
+def test_weights_of_zero_are_refused():
+    model = nn.Linear(2, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    with pytest.raises(WeightError, match="every weight is zero"):
+        RateNetwork(model)
+
+
+def test_finish_needs_fix():
+    with pytest.raises(WeightError, match="call fix"):
+        RateNetwork(nn.Linear(2, 2)).finish()
+
+
+# The variants in experiments
+
+
+@pytest.mark.parametrize("variant", [rate_variants.Noise, rate_variants.EachSigma])
+def test_variants_draw_in_training_and_round_otherwise(variant):
+    net = variant(conv())
+    net.train()
+    assert not torch.equal(net.weights()["0.weight"], net.weights()["0.weight"])
+    net.penalty().backward()
+    net.eval()
+    values = net.weights()["0.weight"] / net.grid_step
+    assert bool((values == values.round()).all())
+
+
+def test_rounds_keep_what_is_fixed():
+    net = rate_variants.Rounds(
+        conv(), SMALL.override({"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 1.0})
+    )
+    assert net.fix(0.5).fixed == net.layout.size / 2
+    kept = net.values[net.mask].clone()
+    with torch.no_grad():
+        net.levels.add_(5.0)
+    net.fix(1.0)
+    assert net.levels[net.mask].equal(kept)
