@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pwfn import Config
 from pwfn.bayes.batches import Batch
-from pwfn.bayes.conditioned import ConditionedNetwork
+from pwfn.bayes.grid.conditioned import ConditionedNetwork
 from pwfn.bayes.method import DataProbe
 from pwfn.bayes.randomness import seeded
 from pwfn.fixing.lockstep import MEMORY

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 import pwfn
 import pwfn.lab  # registers the other methods
 from pwfn import Config
-from pwfn.bayes.conditioned import ConditionedOptions
+from pwfn.bayes.grid.conditioned import ConditionedOptions
 from pwfn.bayes.objective import divergence
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.evaluate.entropy import Pool

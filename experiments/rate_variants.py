@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.rate import RateNetwork
+from pwfn.bayes.grid.rate import RateNetwork
 from pwfn.config import Config
 from pwfn.fixing.code_length import CodeLength
 from pwfn.fixing.record import FixRecord, FixStep

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import pwfn
 from pwfn import Config, DataError, WeightError
 from pwfn.bayes.batches import Batch, Source
-from pwfn.bayes.conditioned import ConditionedNetwork
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.grid.conditioned import ConditionedNetwork
 from pwfn.bayes.method import fix_alike
 from pwfn.bayes.objective import Objective
 from pwfn.bayes.sigma import probe

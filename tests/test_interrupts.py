@@ -19,8 +19,8 @@ from torch import Tensor
 
 import pwfn
 from pwfn import Config, Result
-from pwfn.bayes.conditioned import ConditionedNetwork
 from pwfn.bayes.gaussian import GaussianNetwork
+from pwfn.bayes.grid.conditioned import ConditionedNetwork
 from pwfn.bayes.randomness import seeded
 from pwfn.compress import Run
 from pwfn.file.format import dumps

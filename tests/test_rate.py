@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import pwfn
 from pwfn import Config, ConfigError, WeightError
-from pwfn.bayes import rate
-from pwfn.bayes.rate import RateNetwork
+from pwfn.bayes.grid import rate
+from pwfn.bayes.grid.rate import RateNetwork
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import dumps
 from pwfn.fixing.code_length import LARGEST, CodeLength, code_length, entropy_bits

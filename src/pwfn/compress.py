@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from pwfn.bayes import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed, distributed_for
+from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for

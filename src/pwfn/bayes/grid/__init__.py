@@ -1,0 +1,1 @@
+"""Methods whose weights are multiples of one step: conditioned (quick) and rate (small)."""
