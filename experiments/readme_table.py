@@ -39,10 +39,10 @@ ROWS = (
 """Network, method, and the result files: folder and name without the seed."""
 
 IMAGENET = (
-    ("MobileNetV2, ImageNet", "mobilenet_v2"),
-    ("EfficientNet-Lite0, ImageNet", "tf_efficientnet_lite0"),
+    ("MobileNetV2, ImageNet", "mobilenet_v2", "0.205"),
+    ("EfficientNet-Lite0, ImageNet", "tf_efficientnet_lite0", "0.4"),
 )
-"""Networks of experiments/results/few_images.jsonl, each with the row quick-0.4."""
+"""Networks of experiments/results/few_images.jsonl, and the step of their row."""
 
 Facts = dict[str, Any]
 
@@ -61,9 +61,10 @@ def imagenet() -> list[tuple[str, str, list[Facts]]]:
     path = ROOT / "experiments" / "results" / "few_images.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = []
-    for label, name in IMAGENET:
-        (own,) = (line for line in lines if (line["network"], line["row"]) == (name, "quick-0.4"))
-        method = f"[quick, step 0.4](docs/imagenet.md#a-thousand-unlabelled-images), {own['images']:,} images"
+    link = "docs/imagenet.md#a-thousand-unlabelled-images"
+    for label, name, step in IMAGENET:
+        (own,) = (line for line in lines if (line["network"], line["row"]) == (name, f"quick-{step}"))
+        method = f"[quick, step {step}]({link}), {own['images']:,} images"
         rows.append((label, method, [own]))
     return rows
 
