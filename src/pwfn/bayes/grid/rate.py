@@ -24,6 +24,7 @@ from pwfn.errors import ConfigError, WeightError
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
+from pwfn.file.native import library
 from pwfn.fixing.code_length import CodeLength, code_length, entropy_bits
 from pwfn.fixing.condition import dyadic, next_dyadic
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
@@ -104,6 +105,7 @@ class RateNetwork(Method):
             raise WeightError("every weight is zero: there is nothing to compress")
         self._price, self._steps, self._coder_ratio = float(self.options.price), 0, 1.0
         self._last: float | None = None  # the excess at the last refresh
+        self._grid = 1.0
         self._rest_bytes, self._empty_bytes = self._rest() if self.settings.target.bytes else (0, 0)
         self._grid = self.grid_step = self._starting_step(weights)
         self.levels = nn.Parameter(weights / self._grid)
@@ -254,31 +256,29 @@ class RateNetwork(Method):
 
     def _index_bytes(self, levels: Tensor) -> int:
         """Bytes of these weights in a file."""
-        compressed = self._compressed(levels, {})
-        return (
-            len(dumps(replace(compressed, record={"settings": self.settings.to_dict()}))) - self._empty_bytes
-        )
+        return self._file_bytes(levels, {}) - self._empty_bytes
 
     def _rest(self) -> tuple[int, int]:
         """Bytes of a file whose weights are all zero, with the uncompressed tensors and without them."""
         model = copy.deepcopy(self.model)
         if self.settings.finish.shrinks:
             shrink_uncompressed(model, self.settings.finish)
-        nothing = torch.zeros(self.layout.size, dtype=self.layout.dtype)
-        parts: tuple[dict[str, Tensor], ...] = (untouched(model, self.layout), {})
-        record = {"settings": self.settings.to_dict()}
-        rest, empty = (
-            len(dumps(Compressed.of(self.layout, nothing, None, part, record=record))) for part in parts
-        )
-        rest += _RECORD_BYTES
+        nothing = torch.zeros(self.layout.size)
+        rest = self._file_bytes(nothing, untouched(model, self.layout)) + _RECORD_BYTES
         limit = self.settings.target.bytes or 0
         if _MARGIN * limit <= rest:
             raise ConfigError(
                 f"target.bytes is {limit:,}, and what is not compressed takes {rest:,} bytes without any "
                 "weight: give a larger target"
             )
-        return rest, empty
+        return rest, self._file_bytes(nothing, {})
 
-    def _compressed(self, levels: Tensor, rest: Any) -> Compressed:
+    def _file_bytes(self, levels: Tensor, rest: dict[str, Tensor]) -> int:
+        settings = {"settings": self.settings.to_dict()}
+        # Without the compiled coder version 2 takes minutes; version 1 is an upper bound.
+        version = 1 if library() is None else 2
+        return len(dumps(replace(self._compressed(levels, rest), record=settings), version=version))
+
+    def _compressed(self, levels: Tensor, rest: dict[str, Tensor]) -> Compressed:
         values = (levels.detach().round() * self._grid).to(self.layout.dtype)
         return Compressed.of(self.layout, held(self.layout, values), None, rest)
