@@ -35,6 +35,7 @@ _MEASURE = 20  # refreshes between two encodings of the whole network, which sho
 _START = 1.25  # bits at the first step: those of the target times this; without a target, as such
 _LATENT_RATE = 10.0  # learning rate of the levels: this times training.learning_rate, in steps of the grid
 _GAIN, _DAMPING, _LARGEST_CHANGE = 0.5, 6.0, 0.3  # of log lambda per refresh
+_LOWEST, _HIGHEST = 1e-6, 1e3  # lambda, where a target cannot be reached
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
 _RECORD_BYTES = 200  # of a file: scores and what else a run notes in it beside its settings
 _HALVINGS = 8
@@ -189,7 +190,8 @@ class RateNetwork(Method):
             return
         last = excess if self._last is None else self._last
         change = _GAIN * excess + _DAMPING * (excess - last)
-        self._price = max(self._price, 1e-6) * math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
+        factor = math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
+        self._price = min(max(self._price, _LOWEST) * factor, _HIGHEST)
         self._last = excess
 
     def _excess(self, levels: Tensor, table: CodeLength) -> float | None:
