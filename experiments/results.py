@@ -61,12 +61,6 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "conditioned_rounds",
         ),
     ),
-    "small": (
-        "Trained for the bytes",
-        "The preset small, with a target in bytes. Step, optimiser and loss were chosen on a ResNet-20 and "
-        "a VGG-16 that never saw the 5,000 held-out images.",
-        ("small_resnet20",),
-    ),
     "sigma": (
         "Where sigma comes from",
         "The paper's sigma, its prior, its regulariser and its rules, against one constant sigma.",
