@@ -1,15 +1,20 @@
 """Palette ONNX against the fp32 ONNX of the same network: latency, time to load, and bytes.
 
     python benchmarks/export_onnx.py [--quick]
+    python benchmarks/export_onnx.py --zero-filters 0.6 --threads 1
 
 One JSON line per case. ``ratio`` is ours over the rival's, in the same run, repetition by
 repetition in turn; times are medians. (A file named ``onnx.py`` would hide the package.)
+
+With ``--zero-filters`` that part of the filters of every convolution of cifar_vgg16 is set to zero, at
+random: ours drops them, the rival computes them. The case without zeros comes first, for comparison.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -33,7 +38,7 @@ from pwfn.export import OnnxExport, to_onnx
 from pwfn.zoo import models
 
 NETWORKS = ("mobilenetv2_100", "resnet18", "deit_tiny_patch16_224")
-THREADS = 2
+ZEROED = "cifar_vgg16"
 RIVAL = "torch.onnx.export with its defaults, fp32"
 
 
@@ -45,25 +50,36 @@ class Files:
     theirs: Path
     theirs_bytes: int  # graph and weights, which the exporter may put in a second file
     batch: Tensor
+    threads: int
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Palette ONNX against fp32 ONNX.")
-    parser.add_argument("--quick", action="store_true", help="mobilenetv2_100 only, few repetitions")
-    quick = parser.parse_args().quick
-    for name in NETWORKS[:1] if quick else NETWORKS:
+    parser.add_argument("--quick", action="store_true", help="one network only, few repetitions")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--zero-filters", type=float, help=f"part of the filters of {ZEROED} to set to zero")
+    options = parser.parse_args()
+    cases = [(name, 0.0) for name in (NETWORKS[:1] if options.quick else NETWORKS)]
+    if options.zero_filters is not None:
+        cases = [(ZEROED, 0.0), (ZEROED, options.zero_filters)]
+    for name, zeros in cases:
         with tempfile.TemporaryDirectory() as folder:
-            files = exported(name, Path(folder))
-            report(f"{name} latency", files, *latencies(files, 20 if quick else 150))
-            report(f"{name} session load", files, *loads(files, 3 if quick else 9))
+            files = exported(name, Path(folder), zeros, options.threads)
+            case = f"{name}, {zeros:.0%} of the filters zero," if options.zero_filters is not None else name
+            report(f"{case} latency", files, *latencies(files, 20 if options.quick else 150))
+            report(f"{case} session load", files, *loads(files, 3 if options.quick else 9))
 
 
-def exported(name: str, folder: Path) -> Files:
-    """Random weights, random BatchNorm, all weights fixed; then both files."""
+def exported(name: str, folder: Path, zeros: float, threads: int) -> Files:
+    """Random weights, random BatchNorm, some filters zero, all weights fixed; then both files."""
     torch.manual_seed(0)
     model = models.create(name)
     randomise_norms(model)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            with torch.no_grad():
+                module.weight[torch.rand(len(module.weight)) < zeros] = 0
     # The paper's sigma, for as many values as a network trained that way has.
     net = GaussianNetwork(model, Config().override({"posterior.init": "powers", "fixing.grid_exponent": 7}))
     net.fix(1.0)
@@ -75,7 +91,7 @@ def exported(name: str, folder: Path) -> Files:
     theirs.parent.mkdir()
     dense_onnx(compressed, model, torch.randn(2, *shape), theirs)
     size = sum(file.stat().st_size for file in theirs.parent.iterdir())
-    return Files(ours, theirs, size, torch.randn(1, *shape))
+    return Files(ours, theirs, size, torch.randn(1, *shape), threads)
 
 
 def randomise_norms(model: nn.Module) -> None:
@@ -100,10 +116,10 @@ def dense_onnx(compressed: Compressed, model: nn.Module, batch: Tensor, path: Pa
         torch.onnx.export(module, (batch,), path, dynamo=True, dynamic_shapes=shapes)
 
 
-def session(path: Path) -> onnxruntime.InferenceSession:
+def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
     """Stock onnxruntime on the CPU, with a set number of threads."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = THREADS
+    options.intra_op_num_threads = threads
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
@@ -111,7 +127,7 @@ def latencies(files: Files, repetitions: int) -> tuple[float, float]:
     """Median seconds of one image, ours and theirs."""
     runs = []
     for path in (files.ours.path, files.theirs):
-        runner = session(path)
+        runner = session(path, files.threads)
         feed = {runner.get_inputs()[0].name: files.batch.numpy()}
         runs.append(lambda runner=runner, feed=feed: runner.run(None, feed))
     return medians(runs[0], runs[1], repetitions, warm_up=5)
@@ -119,7 +135,10 @@ def latencies(files: Files, repetitions: int) -> tuple[float, float]:
 
 def loads(files: Files, repetitions: int) -> tuple[float, float]:
     """Median seconds from the file to a session that is ready, ours and theirs."""
-    return medians(lambda: session(files.ours.path), lambda: session(files.theirs), repetitions, warm_up=1)
+    ours, theirs = (
+        functools.partial(session, path, files.threads) for path in (files.ours.path, files.theirs)
+    )
+    return medians(ours, theirs, repetitions, warm_up=1)
 
 
 def medians(
@@ -147,9 +166,11 @@ def report(case: str, files: Files, ours_s: float, rival_s: float) -> None:
         "ours_bytes": files.ours.file_bytes,
         "rival_bytes": files.theirs_bytes,
         "bytes_ratio": files.ours.file_bytes / files.theirs_bytes,
+        "filters": files.ours.filters,
+        "dropped": files.ours.dropped,
         "largest_error": files.ours.largest_error,
         "largest_output": files.ours.largest_output,
-        "device": f"{platform.machine()} CPU, {THREADS} threads",
+        "device": f"{platform.machine()} CPU, {files.threads} threads",
         "versions": {
             "torch": torch.__version__,
             "onnx": onnx.__version__,

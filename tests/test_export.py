@@ -357,19 +357,19 @@ def test_the_check_sees_another_shape(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_the_check_sees_a_wrong_weight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One palette value off by a thousandth: the real check must find it."""
-    original = module_under_test._with_palettes
+    original = module_under_test._add_palettes
 
-    def spoiled(proto: Any, names: set[str]) -> Any:
-        proto, count = original(proto, names)
+    def spoiled(proto: Any, *rest: Any) -> int:
+        count = original(proto, *rest)
         item = next(item for item in proto.graph.initializer if item.name.endswith(".palette"))
         palette = numpy_helper.to_array(item).copy()
         palette[0] *= 1.001
         item.CopyFrom(numpy_helper.from_array(palette, item.name))
-        return proto, count
+        return count
 
     torch.manual_seed(0)
     model = Odd(lambda x: x)
-    monkeypatch.setattr(module_under_test, "_with_palettes", spoiled)
+    monkeypatch.setattr(module_under_test, "_add_palettes", spoiled)
     with pytest.raises(PwfnError, match="not written"):
         to_onnx(fixed(model), model, torch.zeros(2, 20), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []

@@ -61,10 +61,12 @@ def _onnx(
     if sizes is None:
         raise PwfnError(f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224")
     done = to_onnx(compressed, module, torch.zeros(2, *sizes), target)
-    facts = {name: getattr(done, name) for name in ("palettes", "largest_error", "largest_output")}
+    names = ("palettes", "largest_error", "largest_output", "filters", "dropped")
+    facts = {name: getattr(done, name) for name in names}
+    dropped = f"; {done.dropped:,} of {done.filters:,} filters were dropped" if done.dropped else ""
     return facts, (
         f", {done.palettes} tensors as palette and indices; outputs differ from torch by at most "
-        f"{done.largest_error:.2g}, the largest output is {done.largest_output:.2g}"
+        f"{done.largest_error:.2g}, the largest output is {done.largest_output:.2g}{dropped}"
     )
 
 

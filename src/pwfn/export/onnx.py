@@ -2,7 +2,7 @@
 
 Each compressed tensor becomes two constants and two operators: ``Gather(palette, Cast(indices))``. A runtime
 that folds constants (onnxruntime does so when a session starts) then computes with ordinary dense weights:
-the file is small, and the speed is that of the dense model.
+the file is small, and the speed is that of the dense model without the filters that it does not need.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pwfn.bayes.objective import logits
 from pwfn.errors import PwfnError
+from pwfn.export.prune import prune
 from pwfn.file.compressed import Compressed
 from pwfn.file.storage import replacing
 from pwfn.version import __version__
@@ -47,6 +48,8 @@ class OnnxExport:
     palettes: int  # tensors stored as indices
     largest_error: float  # difference from the output of torch, on batches of random inputs
     largest_output: float
+    filters: int  # of the network
+    dropped: int  # of these, because they are zero or nothing reads them
 
 
 def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str | Path) -> OnnxExport:
@@ -74,7 +77,9 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
     wanted = [_output(module, batch) for batch in batches]
     names = {name for e in compressed.layout.entries for name in (e.name, *e.aliases)}
     names |= {f"{_WRAPPED}{name}" for name in names}
-    proto, palettes = _with_palettes(_exported(module, example), names)
+    proto = _optimised(_exported(module, example), names)
+    pruned = prune(proto)
+    palettes = _add_palettes(proto, names, pruned.summed)
     proto.producer_name, proto.producer_version = "pwfn", __version__
     for key, value in provenance(compressed).items():
         proto.metadata_props.add(key=key, value=value)
@@ -88,7 +93,7 @@ def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str
             )
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
-    return OnnxExport(path, len(blob), palettes, *max(differences))
+    return OnnxExport(path, len(blob), palettes, *max(differences), pruned.filters, pruned.dropped)
 
 
 def provenance(compressed: Compressed) -> dict[str, str]:
@@ -209,16 +214,12 @@ def _cause(error: BaseException) -> str:
     return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
-def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelProto, int]:
-    """The optimised graph, with each named weight as ``Gather(palette, indices)``."""
+def _optimised(proto: onnx.ModelProto, names: set[str]) -> onnx.ModelProto:
+    """The graph without needless operators, and with the named weights as they were."""
     import onnxscript.optimizer
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import TensorProto, helper
 
-    weights = {
-        item.name: item
-        for item in proto.graph.initializer
-        if item.name in names and item.data_type == TensorProto.FLOAT and np.prod(item.dims) >= _SMALLEST
-    }
+    weights = {item.name: item for item in proto.graph.initializer if _large(item, names)}
     # During optimisation the weights are inputs. Otherwise a BatchNorm would be folded into them, and they
     # would no longer have few values.
     _replace(proto.graph.initializer, [item for item in proto.graph.initializer if item.name not in weights])
@@ -228,27 +229,52 @@ def _with_palettes(proto: onnx.ModelProto, names: set[str]) -> tuple[onnx.ModelP
     )
     proto = onnxscript.optimizer.optimize(proto)
     _replace(proto.graph.input, [item for item in proto.graph.input if item.name not in weights])
-    nodes = []
-    for name, item in weights.items():
-        dense = numpy_helper.to_array(item)
-        palette, indices = np.unique(dense, return_inverse=True)
-        narrow = indices.reshape(dense.shape).astype(np.min_scalar_type(len(palette) - 1))
-        if palette.nbytes + narrow.nbytes >= dense.nbytes:
-            proto.graph.initializer.append(item)
-            continue
-        proto.graph.initializer.append(numpy_helper.from_array(palette, f"{name}.palette"))
-        proto.graph.initializer.append(numpy_helper.from_array(narrow, f"{name}.indices"))
-        # Gather takes 32- or 64-bit indices only.
-        wide = f"{name}.wide_indices"
-        nodes.append(helper.make_node("Cast", [f"{name}.indices"], [wide], to=TensorProto.INT32))
-        nodes.append(helper.make_node("Gather", [f"{name}.palette", wide], [name], axis=0))
-    _replace(proto.graph.node, [*nodes, *proto.graph.node])
+    proto.graph.initializer.extend(weights.values())
     # The notes of the exporter on the origin of each operator are larger than a small network.
     del proto.graph.value_info[:]
     for holder in (proto, proto.graph, *proto.graph.node, *proto.graph.initializer):
         del holder.metadata_props[:]
         holder.doc_string = ""
-    return proto, len(nodes) // 2
+    return proto
+
+
+def _add_palettes(proto: onnx.ModelProto, names: set[str], summed: dict[str, int]) -> int:
+    """Make each named weight ``Gather(palette, indices)``, in place; returns their number.
+
+    The last input channel of a weight in ``summed`` is a sum that is not in the codebook: it stays dense.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    nodes, constants, palettes = [], [], 0
+    for item in proto.graph.initializer:
+        if not _large(item, names):
+            constants.append(item)
+            continue
+        name, axis, dense = item.name, summed.get(item.name), numpy_helper.to_array(item)
+        rest, sums = (dense, None) if axis is None else np.split(dense, [-1], axis)
+        palette, indices = np.unique(rest, return_inverse=True)
+        narrow = indices.reshape(rest.shape).astype(np.min_scalar_type(len(palette) - 1))
+        if palette.nbytes + narrow.nbytes >= rest.nbytes:
+            constants.append(item)
+            continue
+        palettes += 1
+        constants.append(numpy_helper.from_array(palette, f"{name}.palette"))
+        constants.append(numpy_helper.from_array(narrow, f"{name}.indices"))
+        # Gather takes 32- or 64-bit indices only.
+        wide, gathered = f"{name}.wide_indices", name if sums is None else f"{name}.gathered"
+        nodes.append(helper.make_node("Cast", [f"{name}.indices"], [wide], to=TensorProto.INT32))
+        nodes.append(helper.make_node("Gather", [f"{name}.palette", wide], [gathered], axis=0))
+        if sums is not None:
+            constants.append(numpy_helper.from_array(sums, f"{name}.sums"))
+            nodes.append(helper.make_node("Concat", [gathered, f"{name}.sums"], [name], axis=axis))
+    _replace(proto.graph.initializer, constants)
+    _replace(proto.graph.node, [*nodes, *proto.graph.node])
+    return palettes
+
+
+def _large(item: onnx.TensorProto, names: set[str]) -> bool:
+    """A named weight of some size, in fp32."""
+    return item.name in names and item.data_type == item.FLOAT and np.prod(item.dims) >= _SMALLEST
 
 
 def _replace(field: Any, items: list[Any]) -> None:
