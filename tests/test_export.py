@@ -181,7 +181,7 @@ class Attending(nn.Module):
         (lambda: randomised(digits_resnet()), (1, 8, 8)),
         (Grouped, (8, 9, 9)),
         (Attending, (5, 32)),
-        (lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)), (64,)),
+        (lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 20)), (64,)),
     ],
     ids=["residual", "grouped", "attention", "linear"],
 )

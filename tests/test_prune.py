@@ -256,6 +256,11 @@ def test_what_is_left_alone() -> None:
         "a view that is not flat": Lambda(
             lambda m, x: m.b(m.a(x).reshape(-1, 16 * 18)), a=nn.Conv2d(4, 16, 3), b=nn.Linear(288, 16)
         ),
+        "a shift that differs from place to place": Lambda(
+            lambda m, x: m.b((m.a(x) + torch.arange(6.0)).relu()),
+            a=nn.Conv2d(4, 16, 3),
+            b=nn.Conv2d(16, 16, 3),
+        ),
         "the output": nn.Conv2d(4, 16, 3),
         "a layer used twice": Lambda(
             lambda m, x: m.b(m.b(m.a(x))), a=nn.Conv2d(4, 16, 3), b=nn.Conv2d(16, 16, 3, padding=1)

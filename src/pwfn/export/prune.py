@@ -87,6 +87,7 @@ class _Graph:
         self.constants = {item.name: numpy_helper.to_array(item) for item in proto.graph.initializer}
         inferred = shape_inference.infer_shapes(proto).graph.value_info
         self.shapes = {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim] for i in inferred}
+        self.outputs = {item.name for item in proto.graph.output}
         self.made_by = {name: node for node in self.nodes for name in node.output}
         uses = Counter(name for node in self.nodes for name in node.input)
         self.shared = {name for name, count in uses.items() if count > 1}
@@ -108,9 +109,7 @@ class _Graph:
                     array, origin = self.constants[name], self.copies[name]
                     new = first.setdefault((origin, array.tobytes()), name)
                     node.input[i] = origin if array is self.constants[origin] else new
-        used = {name for node in self.nodes for name in node.input} | {
-            o.name for o in self.proto.graph.output
-        }
+        used = {name for node in self.nodes for name in node.input} | self.outputs
         kept = [numpy_helper.from_array(each, name) for name, each in self.constants.items() if name in used]
         del self.proto.graph.initializer[:], self.proto.graph.value_info[:]
         self.proto.graph.initializer.extend(kept)
@@ -132,7 +131,8 @@ class _Graph:
         if node.op_type == "MatMul":
             made, axes = self.made_by.get(weight), (1, 0)
             if made is not None and made.op_type == "Transpose" and weight not in self.shared:
-                weight, axes = made.input[0], (0, 1)
+                turned = _attributes(made).get("perm", [1, 0]) == [1, 0]
+                weight, axes = made.input[0] if turned else "", (0, 1)
         elif node.op_type == "Gemm":
             axes = (0, 1) if facts.get("transB", 0) else (1, 0)
             if facts.get("transA", 0) or (facts.get("alpha", 1.0), facts.get("beta", 1.0)) != (1.0, 1.0):
@@ -140,7 +140,9 @@ class _Graph:
         elif node.op_type != "Conv" or facts.get("group", 1) != 1:
             return None
         weights = self.constants.get(weight)
-        if weights is None or weight in self.copies or (node.op_type == "MatMul" and weights.ndim != 2):
+        if weights is None or weight in self.copies or weights.dtype != np.float32:
+            return None
+        if node.op_type == "MatMul" and weights.ndim != 2:
             return None
         wanted = (weights.shape[axes[0]],)
         if any(name not in self.constants or self.constants[name].shape != wanted for name in node.input[2:]):
@@ -165,7 +167,9 @@ class _Graph:
             if not inside:
                 continue
             reader, x = self.layer(node), reach.tensors[inside[0]]
-            if reader is not None and list(node.input).index(inside[0]) == 0 and len(inside) == 1:
+            if inside != [node.input[0]] and node.op_type not in _ELEMENTWISE:
+                return None
+            if reader is not None:
                 if x.axis != (x.value.ndim - 1 if node.op_type == "MatMul" else 1):
                     return None
                 reach.readers.append(reader)
@@ -175,7 +179,7 @@ class _Graph:
                 return None
             reach.between.append(node)
             reach.tensors[node.output[0]] = after
-        return None if reach.tensors.keys() & {item.name for item in self.proto.graph.output} else reach
+        return None if reach.tensors.keys() & self.outputs else reach
 
     def through(self, node: onnx.NodeProto, inputs: list[_Channels]) -> _Channels | None:
         """The channels after an operator that keeps them apart, None for any other."""
@@ -188,11 +192,10 @@ class _Graph:
                 return None
             value = self.computed(node, inputs)
             # A constant that differs from place to place gives more numbers than channels.
-            known = (
-                np.logical_and.reduce([each.known for each in inputs])
-                & np.isfinite(value).ravel()[: x.known.size]
-            )
-            return replace(x, value=value, known=known) if value.shape == x.value.shape else None
+            if value is None or value.shape != x.value.shape:
+                return None
+            known = np.logical_and.reduce([each.known for each in inputs]) & np.isfinite(value).ravel()
+            return replace(x, value=value, known=known)
         if x.axis != 1:
             return None
         if op in ("MaxPool", "GlobalMaxPool", "GlobalAveragePool"):
@@ -231,29 +234,28 @@ class _Graph:
         value = np.repeat(x.value.reshape(1, -1), repeat, axis=1)
         return _Channels(value, np.repeat(x.known, repeat), 1, repeat * x.repeat)
 
-    def computed(self, node: onnx.NodeProto, inputs: list[_Channels]) -> NDArray[Any]:
-        """The operator's own result for one number per channel, by the runtime."""
+    def computed(self, node: onnx.NodeProto, inputs: list[_Channels]) -> NDArray[Any] | None:
+        """The operator's own result for one number per channel, by the runtime; None if it has none."""
         import onnxruntime
         from onnx import TensorProto, helper, numpy_helper
 
-        names = dict.fromkeys(name for name in node.input if name and name not in self.constants)
-        graph = helper.make_graph(
-            [node],
-            "channels",
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names],
-            [helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None)],
-            [
-                numpy_helper.from_array(self.constants[name], name)
-                for name in node.input
-                if name in self.constants
-            ],
-        )
-        model = helper.make_model(
-            graph, opset_imports=self.proto.opset_import, ir_version=self.proto.ir_version
-        )
-        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        given = dict(zip((n for n in node.input if n in names), (x.value for x in inputs), strict=True))
-        return np.asarray(session.run(None, given)[0])
+        def described(name: str) -> onnx.ValueInfoProto:
+            return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+
+        fixed = [numpy_helper.from_array(self.constants[n], n) for n in node.input if n in self.constants]
+        names = [name for name in node.input if name and name not in self.constants]
+        given = [described(name) for name in dict.fromkeys(names)]
+        graph = helper.make_graph([node], "channels", given, [described(node.output[0])], fixed)
+        versions = {"opset_imports": self.proto.opset_import, "ir_version": self.proto.ir_version}
+        blob = helper.make_model(graph, **versions).SerializeToString()
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # shapes that do not fit are no error here
+        try:
+            session = onnxruntime.InferenceSession(blob, options, providers=["CPUExecutionProvider"])
+            feed = dict(zip(names, (x.value for x in inputs), strict=True))
+            return np.asarray(session.run(None, feed)[0])
+        except Exception:  # the errors of onnxruntime have no common class
+            return None
 
     def bias(self, layer: _Layer) -> tuple[onnx.NodeProto, int] | None:
         """Operator and input to which a constant can be added, if the layer adds the same everywhere."""
@@ -262,7 +264,7 @@ class _Graph:
             return None if _padded(_attributes(node)) else (node, 2)
         size = self.constants[layer.weight].shape[layer.outputs]
         users = [each for each in self.nodes if node.output[0] in each.input]
-        if len(users) == 1 and users[0].op_type == "Add":
+        if len(users) == 1 and users[0].op_type == "Add" and node.output[0] not in self.outputs:
             for i, name in enumerate(users[0].input):
                 if name in self.constants and self.constants[name].shape == (size,):
                     return users[0], i
@@ -322,10 +324,10 @@ class _Graph:
     def absorb(self, reader: _Layer, x: _Channels, keep: NDArray[np.intp], last: int) -> None:
         """Cut the inputs of a reader and keep its function."""
         features, value = _features(keep, x), np.where(x.known, x.value.ravel(), 0).astype(np.float64)
-        value[features[:-1] if last >= 0 and self.bias(reader) is None else features] = 0
-        weights = np.moveaxis(self.constants[reader.weight], reader.inputs, 0).astype(np.float64)
-        total = np.tensordot(value, weights, 1)  # per output, and place of the kernel
         place = self.bias(reader)
+        value[features[:-1] if place is None and last >= 0 else features] = 0
+        weights = np.moveaxis(self.constants[reader.weight], reader.inputs, 0).astype(np.float64)
+        total = np.tensordot(value, weights, 1)  # per output, and per place of the kernel
         self.take(reader.weight, features, reader.inputs)
         if place is None and last >= 0:
             cut = np.moveaxis(self.constants[reader.weight], reader.inputs, 0)
