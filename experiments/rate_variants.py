@@ -62,7 +62,6 @@ class EachSigma(Noise):
 class Rounds(RateNetwork):
     """Fixed in rounds, nearest first; a fixed weight does not move."""
 
-    _fixes_at_once = False
     mask: Tensor
     values: Tensor
 

@@ -229,6 +229,14 @@ def test_a_stopped_run_ends_in_the_same_bytes(stop, monkeypatch):
     assert dumps(resumed.compressed) == dumps(whole.compressed)
 
 
+def test_several_rounds_are_one_training_with_pauses():
+    config = SHORT.override({"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": [1.0, 1.0]})
+    result = pwfn.compress(normalised_classifier(), Shuffled(), config=config)
+    values = result.compressed.values() / result.rounds[-1].fix.steps[0].delta
+    assert values.equal(values.round())
+    assert [done.fix.fraction for done in result.rounds] == [0.5, 1.0]
+
+
 def test_other_losses_are_distilled_by_the_squared_error():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -255,14 +263,6 @@ def test_images_without_labels_are_enough(trained):
 def test_a_target_below_the_rest_is_refused():
     with pytest.raises(ConfigError, match=r"target\.bytes is 600, and what is not compressed takes"):
         RateNetwork(conv(), SMALL.override({"target.bytes": 600}))
-
-
-def test_rounds_are_refused():
-    with pytest.raises(ConfigError, match=r"leave schedule\.fractions"):
-        RateNetwork(
-            nn.Linear(2, 2),
-            SMALL.override({"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 1.0}),
-        )
 
 
 def test_weights_of_zero_are_refused():

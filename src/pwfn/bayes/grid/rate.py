@@ -89,18 +89,12 @@ class RateNetwork(Method):
 
     defaults = METHOD_DEFAULTS["rate"]
     Options = RateOptions
-    _fixes_at_once = True
     lengths: Tensor
     contexts: Tensor
     fixed: Tensor
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config or Config.preset("small"))
-        if self._fixes_at_once and self.settings.schedule.fractions != (1.0,):
-            raise ConfigError(
-                "the method rate has every weight on its grid from the first step: leave schedule.fractions "
-                "at [1.0], and give the epochs of its one phase as schedule.epochs_per_round"
-            )
         weights = self.layout.gather(model)
         if root_mean_square(weights) == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
@@ -140,7 +134,12 @@ class RateNetwork(Method):
         return float(code_length(self.layout, levels).bits(levels).double().sum())
 
     def fix(self, fraction: float) -> FixRecord:
-        """Round all weights. Where the target is missed by a little, more of the smallest go to zero."""
+        """Round all weights. Where the target is missed by a little, more of the smallest go to zero.
+
+        For a fraction below 1 nothing is done: every weight is on the grid from the first step on.
+        """
+        if fraction < 1:
+            return FixRecord(fraction, self.layout.size, (), ())
         with torch.no_grad():
             check_finite(self.levels, self.layout, "level of")
             before = self.levels * self._grid
