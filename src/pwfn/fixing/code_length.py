@@ -2,8 +2,8 @@
 
 The file codes a weight by what is near it (see docs/format.md). Here a weight's context is the expected size
 of its magnitude, from the mean magnitudes of its filter and of its input channel, and each context has one
-table of probabilities for the whole network. The file's coder knows more, so the sum is above the coded bytes,
-the more so the sparser the network.
+table of probabilities for the whole network. The file's coder knows more, so the sum is above the coded
+bytes, the more so the sparser the network.
 """
 
 from __future__ import annotations
