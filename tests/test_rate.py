@@ -148,6 +148,7 @@ def test_a_target_is_met_at_the_end_even_without_training():
     net = RateNetwork(conv(64, 64), SMALL.override({"target.bytes": 8000}))
     assert net._index_bytes(net.levels.detach().round()) > net._index_goal
     net.fix(1.0)
+    assert "were set to zero after training to meet the target" in net.notes[0]
     coded = len(dumps(net.finish()))
     assert 0.9 * 8000 < coded + rate._RECORD_BYTES <= 8000
 

@@ -196,9 +196,14 @@ def relative_square(output: Tensor, reference: Tensor) -> Tensor:
     (0.25, 0.25)
     """
     z = reference.detach().float()
-    spread = (z - (z.mean(0) if len(z) > 1 else z.mean())).square().mean()
-    spread = torch.where(spread > 1e-9 * z.square().mean(), spread, z.square().mean() + 1e-30)
-    return (output.float() - z).square().mean() / spread
+    return (output.float() - z).square().mean() / spread(z).clamp(min=1e-30)
+
+
+def spread(z: Tensor) -> Tensor:
+    """The variance of each output over the examples, their mean; of one example, that over its outputs."""
+    many = z.dim() > 0 and z.shape[0] > 1
+    variance, square = (z - (z.mean(0) if many else z.mean())).square().mean(), z.square().mean()
+    return torch.where(variance > 1e-9 * square, variance, square)  # all alike: relative to their size
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from pwfn.bayes.batchnorm import tracked
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import DataProbe, Method
 from pwfn.bayes.network import tensors_of
-from pwfn.bayes.objective import Objective, autocast, evaluating, logits
+from pwfn.bayes.objective import Objective, autocast, evaluating, logits, spread
 from pwfn.config import PosteriorConfig, SigmaInit
 from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, WeightError
@@ -173,14 +173,7 @@ def relative_error(output: Any, reference: Any, where: str) -> Tensor:
     found = [(now.double(), z.double()) for now, z in pairs if z.is_floating_point() and z.numel()]
     if not found:
         raise DataError(f'{where}: the output has no tensor to measure noise by: set posterior.init = "rms"')
-    return torch.stack([((now - z).square().mean() / _spread(z)).sqrt() for now, z in found]).mean()
-
-
-def _spread(z: Tensor) -> Tensor:
-    """The variance of each output over the examples, their mean; of one example, that over its outputs."""
-    many = z.dim() > 0 and z.shape[0] > 1
-    variance, square = (z - (z.mean(0) if many else z.mean())).square().mean(), z.square().mean()
-    return torch.where(variance > 1e-9 * square, variance, square)  # all alike: relative to their size
+    return torch.stack([((now - z).square().mean() / spread(z)).sqrt() for now, z in found]).mean()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ bytes, the more so the sparser the network.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -86,4 +85,4 @@ def entropy_bits(levels: Tensor) -> float:
     """
     counts = torch.unique(levels, return_counts=True)[1].double()
     share = counts / counts.sum()
-    return float(-(share * share.log2()).sum()) + 0.0 if math.isfinite(float(share.sum())) else math.nan
+    return abs(float((share * share.log2()).sum()))

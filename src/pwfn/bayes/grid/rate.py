@@ -39,6 +39,7 @@ _LOWEST, _HIGHEST = 1e-6, 1e3  # lambda, where a target cannot be reached
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
 _RECORD_BYTES = 200  # of a file: scores and what else a run notes in it beside its settings
 _HALVINGS = 8
+_MOST_CUT = 0.01  # of the weights, set to zero after training without a word
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class RateNetwork(Method):
 
     def weights(self) -> dict[str, Tensor]:
         """The rounded weights, by name."""
-        levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]
+        levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]  # torch's own
         return self.layout.views(levels * self._grid)
 
     def penalty(self) -> Tensor:
@@ -126,12 +127,6 @@ class RateNetwork(Method):
             self._refresh()
         table = CodeLength(self.lengths, self.contexts)
         return self._price / self.layout.size * table.bits(self.levels).sum()
-
-    @torch.no_grad()
-    def bits(self) -> float:
-        """Bits of all weights as they are rounded now, by the tables."""
-        levels = self.levels.round()
-        return float(code_length(self.layout, levels).bits(levels).double().sum())
 
     def fix(self, fraction: float) -> FixRecord:
         """Round all weights. Where the target is missed by a little, more of the smallest go to zero.
@@ -143,7 +138,9 @@ class RateNetwork(Method):
         with torch.no_grad():
             check_finite(self.levels, self.layout, "level of")
             before = self.levels * self._grid
-            self.levels.copy_(self._within_target())
+            final = self._within_target()
+            self.notes = self._cut(int(((self.levels.round() != 0) & (final == 0)).sum()))
+            self.levels.copy_(final)
             self.fixed.fill_(True)
             moves = relative_moves(before, self.levels * self._grid)
         step = FixStep(math.nan, 0, self._grid, self.layout.size)
@@ -245,6 +242,15 @@ class RateNetwork(Method):
             middle = (narrow + wide) / 2
             narrow, wide = (narrow, middle) if self._fits(self._zeroed(middle)) else (middle, wide)
         return self._zeroed(wide)
+
+    def _cut(self, count: int) -> tuple[str, ...]:
+        """What the user should know about weights that went to zero for the target's sake."""
+        if count <= _MOST_CUT * self.layout.size:
+            return ()
+        return (
+            f"{count:,} of {self.layout.size:,} weights were set to zero after training to meet the target, "
+            "which costs accuracy: train longer (schedule.epochs_per_round), or give a larger target",
+        )
 
     def _zeroed(self, below: float) -> Tensor:
         return torch.where(self.levels.abs() < below, 0.0, self.levels.round())
