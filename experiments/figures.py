@@ -26,22 +26,38 @@ from pwfn.lab.compare.runner import write
 from pwfn.lab.compare.table import Line, markdown
 
 FRONTIER, SIGMAS = "frontier", ("alpha_resnet20", "collapse_resnet20")
-PANELS = {"cifar_resnet18": "resnet18", "cifar_resnet20": "resnet20", "cifar_vit_tiny": "vit_tiny"}
-"""The networks that several methods were tried on, and the target of each."""
+PANELS = {
+    "cifar_resnet20": "ResNet-20",
+    "cifar_resnet56": "ResNet-56",
+    "cifar_resnet18": "ResNet-18",
+    "cifar_vgg16": "VGG-16",
+    "cifar_vit_tiny": "ViT, 4 M weights",
+}
+"""The networks of CIFAR-10, and their titles."""
+
+PUBLISHED = {
+    "cifar_vgg16": {
+        "LilNetX": ((129_000, 92.6),),
+        "MIRACLE": ((417_000, 93.4),),
+        "DeepCABAC": ((960_000, 91.0),),
+    }
+}
+"""Bytes and accuracy that others published, from networks of their own (VGG-16 from 93.4 %)."""
 
 UNFINISHED = "collapse_resnet20"
 """Its runs stop before they have trained what they fixed: their accuracies mean nothing."""
 
 DEPTH = 2.5  # points below the start, where a panel ends
 QUANTISERS = "LSQ, LSQ+, APoT, Q-ViT"
-TARGETS, ELSEWHERE, QUICK = "PWFN, targets", "PWFN, other tables", "PWFN, quick"
-KINDS = {TARGETS: "*", ELSEWHERE: "o", QUICK: "P", "WFN": "^", "k-means": "D", QUANTISERS: "s"}
+TARGETS, ELSEWHERE, QUICK = "PWFN, targets", "PWFN, other tables", "quick"
+SMALL, OTHERS = "small", "published by others"
+KINDS = {SMALL: "v", QUICK: "P", TARGETS: "*", ELSEWHERE: "o", "WFN": "^", "k-means": "D", QUANTISERS: "s"}
 """The marker of each kind, in the order of the legend."""
 
 BINS = 8  # of sigma per octave
 STYLE: Any = {"font.size": 8.5, "axes.grid": True, "grid.alpha": 0.2, "legend.frameon": False}
 STYLE |= {"axes.spines.right": False, "axes.spines.top": False}
-COLOURS = ("#0072b2", "#c65300", "#00855f", "#a8518a", "#8a6a00", "#3a8fc4")  # after Okabe and Ito
+COLOURS = ("#0072b2", "#c65300", "#00855f", "#a8518a", "#8a6a00", "#3a8fc4", "#777777")  # after Okabe and Ito
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class Point:
     model: str
     table: str
     kind: str
-    bits: float
+    size: float  # bytes of the file
     top1: float  # percent, as are the next two
     spread: float
     start: float
@@ -66,53 +82,69 @@ def points(archive: Archive) -> list[Point]:
             if facts[0]["holdout"] or folder.name == UNFINISHED:
                 break
             line = Line.of(label, facts[0]["method"], facts)
-            bits, top1, start = (line.figures[name] for name in ("entropy_bits", "top1", "top1_start"))
-            if line.method == "baseline" or bits is None or top1 is None or start is None:
+            size, top1, start = (line.figures[name] for name in ("file_bytes", "top1", "top1_start"))
+            if line.method == "baseline" or size is None or top1 is None or start is None:
                 continue
-            known = {"pwfn": ELSEWHERE, "conditioned": QUICK, "wfn": "WFN", "kmeans": "k-means"}
+            known = {
+                "pwfn": ELSEWHERE,
+                "conditioned": QUICK,
+                "rate": SMALL,
+                "wfn": "WFN",
+                "kmeans": "k-means",
+            }
             kind = known.get(line.method, QUANTISERS)
             if line.method == "pwfn" and folder.name in rows:
                 kind = QUICK if folder.name.endswith("_quick") else TARGETS
-            figures = (bits.mean, 100 * top1.mean, 100 * (top1.spread or 0.0), 100 * start.mean)
+            figures = (size.mean, 100 * top1.mean, 100 * (top1.spread or 0.0), 100 * start.mean)
             found.append(Point(facts[0]["model"], folder.name, kind, *figures))
     return found
 
 
 def frontier(archive: Archive) -> Figure:
-    """Accuracy against bits, one panel per network of :data:`PANELS`."""
+    """Accuracy against bytes, one panel per network of :data:`PANELS`."""
     found = points(archive)
-    asked = {target.name: target for target in targets.read(archive.experiments / "targets.toml")}
-    sheet = Figure((7.2, 3.6), layout="constrained")
-    panels = sheet.subplots(1, len(PANELS), squeeze=False)[0]
-    for panel, (model, name) in zip(panels, PANELS.items(), strict=True):
-        own = [point for point in found if point.model == model]
-        _panel(panel, own, asked[name], next(point.start for point in own if point.table == name))
-    sheet.axes[0].set_ylabel("top-1, % of the test images")
+    sheet = Figure((7.2, 5.2), layout="constrained")
+    columns = min(3, len(PANELS))
+    panels = sheet.subplots(math.ceil(len(PANELS) / columns), columns, squeeze=False).flatten()
+    for panel, (model, title) in zip(panels, PANELS.items(), strict=False):
+        _panel(panel, [point for point in found if point.model == model], PUBLISHED.get(model, {}))
+        panel.set_title(title, loc="left")
+    for panel in panels[::columns]:
+        panel.set_ylabel("top-1, % of the test images")
     handles: dict[str, Any] = {}
-    for panel in sheet.axes:
+    for panel in panels:
         handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    order = [kind for kind in KINDS if kind in handles]
-    sheet.legend([handles[kind] for kind in order], order, loc="outside lower center", ncols=3)
+    order = [kind for kind in (*KINDS, OTHERS) if kind in handles]
+    for panel in panels[len(PANELS) :]:
+        panel.set_axis_off()
+    sheet.legend([handles[kind] for kind in order], order, loc="outside lower center", ncols=4)
     return sheet
 
 
-def _panel(panel: Axes, own: list[Point], target: targets.Target, start: float) -> None:
-    least = 100 * target.least(start / 100)
-    if target.bits is not None:
-        panel.fill_between([0.5, target.bits], least, start + 1, color=COLOURS[2], alpha=0.12, linewidth=0)
-    panel.axhline(start, color="black", linewidth=0.8, linestyle="--")
+def _panel(panel: Axes, own: list[Point], published: Mapping[str, tuple[tuple[int, float], ...]]) -> None:
+    start = max(point.start for point in own)
+    for one in {round(point.start, 2) for point in own}:
+        panel.axhline(one, color="black", linewidth=0.8, linestyle="--")
     for colour, (kind, marker) in zip(COLOURS, KINDS.items(), strict=True):
-        of_kind = [(point.bits, point.top1, point.spread) for point in own if point.kind == kind]
+        of_kind = [(point.size / 1000, point.top1, point.spread) for point in own if point.kind == kind]
         if of_kind:
-            x, y, spread = zip(*of_kind, strict=True)
-            size = 9 if marker == "*" else 5
-            panel.errorbar(x, y, spread, fmt=marker, ms=size, mew=0, elinewidth=0.8, color=colour, label=kind)
-    panel.set_xscale("log", base=2)
-    panel.set_xlim(0.8, 20)
-    panel.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+            x, y, spread = zip(*sorted(of_kind), strict=True)
+            form = f"{marker}-" if kind == SMALL else marker
+            size = 8 if marker == "*" else 5
+            panel.errorbar(
+                x, y, spread, fmt=form, ms=size, mew=0, lw=1, elinewidth=0.8, color=colour, label=kind
+            )
+    for name, places in published.items():
+        for size_bytes, top1 in places:
+            panel.plot(size_bytes / 1000, top1, "x", color="#555555", ms=5, linestyle="", label=OTHERS)
+            panel.annotate(name, (size_bytes / 1000, top1), (3, -9), textcoords="offset points", fontsize=6.5)
+    panel.set_xscale("log")
+    low, high = panel.get_xlim()
+    ticks = [tick for tick in (25 * 2**power for power in range(10)) if low <= tick <= high]
+    panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    panel.minorticks_off()
     panel.set_ylim(start - DEPTH, start + 0.4)
-    panel.set_xlabel("bits per weight")
-    panel.set_title(target.label.strip("`"), loc="left")
+    panel.set_xlabel("kB")
 
 
 def frontier_lines(archive: Archive) -> list[str]:
@@ -120,12 +152,13 @@ def frontier_lines(archive: Archive) -> list[str]:
     shown = [point for point in points(archive) if point.model in PANELS]
     lost = sum(point.top1 < point.start - DEPTH for point in shown)
     return [
-        "![Accuracy against bits per weight for three networks](../frontier.png)",
+        "![Accuracy against the size of the file for five networks](../frontier.png)",
         "",
-        "Left is smaller, up is better. The dashed line is the network before compression; the shaded corner "
-        "is what its target asks. A point is the mean over the seeds of one line of a table; "
-        f"{len(shown)} lines, of which {lost} are more than {DEPTH:g} points below the start and not shown. "
-        "Training differs from point to point: the tables say how.",
+        "Left is smaller, up is better. Dashed lines are networks before compression. A point is the mean "
+        f"over the seeds of one line of a table; {len(shown)} lines, of which {lost} are more than {DEPTH:g} "
+        "points below the start and not shown. Sizes are those of the run, most of them in version 1 of the "
+        "format. Training differs from point to point: the tables say how. Crosses are figures that others "
+        "published, from networks of their own.",
     ]
 
 

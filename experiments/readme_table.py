@@ -19,20 +19,28 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = ("network", "method", "top-1 before", "top-1 after", "bits", "values", "bytes", "smaller")
 ROWS = (
-    ("ResNet-20", "[pwfn, tuned](experiments/rows/resnet20.toml)", "resnet20/cifar_resnet20_pwfn"),
-    (
-        "ResNet-20",
-        "[pwfn, smallest](experiments/rows/resnet20_small.toml)",
-        "resnet20_small/cifar_resnet20_pwfn_smallest",
-    ),
     (
         "ResNet-20",
         "[quick](experiments/rows/conditioned_resnet20.toml), 1,024 images, no labels, not trained",
         "conditioned_resnet20/cifar_resnet20_quick",
     ),
+    (
+        "ResNet-20",
+        "[small](docs/tables/small.md), 40,000 bytes asked",
+        "small_resnet20/cifar_resnet20_small_40_000_bytes",
+    ),
     ("ResNet-20", "LSQ, 3 bit", "compare_resnet20/cifar_resnet20_lsq_3_bit"),
     ("ResNet-18", "pwfn, recommended", "compare_resnet18/cifar_resnet18_pwfn_recommended"),
-    ("ResNet-18", "WFN", "compare_resnet18/cifar_resnet18_wfn_delta_0_09"),
+    (
+        "ResNet-18",
+        "[small](docs/tables/small.md), 600,000 bytes asked",
+        "small_resnet18/cifar_resnet18_small_600_000_bytes",
+    ),
+    (
+        "VGG-16",
+        "[small](docs/tables/small.md), 100,000 bytes asked",
+        "small_vgg16/cifar_vgg16_small_100_000_bytes",
+    ),
     ("ViT, 4 M weights", "pwfn, recommended", "compare_vit/cifar_vit_tiny_pwfn_recommended"),
     ("ViT, 4 M weights", "Q-ViT, 4 bit", "compare_vit/cifar_vit_tiny_q_vit_4_bit"),
 )

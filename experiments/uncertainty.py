@@ -6,8 +6,8 @@ python experiments/uncertainty.py table            print the table of experiment
 
 `run` compresses the network with every variant and seed (or resumes), keeps one sigma per weight, and
 assesses each file: the ensemble of 20 draws beside its rivals, also on out-of-distribution data; with
-BatchNorm statistics recalibrated for every draw; both at smaller scales of sigma; and with one sigma per
-centre instead of one per weight. With --plain only the first of these.
+smaller scales of sigma; and with one sigma per centre instead of one per weight. With --plain only the
+first of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from uncertainty_table import AS_IT_IS, table
 from pwfn import Compressed, Config, load
 from pwfn.lab.uncertainty.assess import Assessment, Rival, assess
 from pwfn.lab.uncertainty.ood import open_ood
-from pwfn.lab.uncertainty.recalibration import Recalibration, why_not
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, settings
 from pwfn.run.resolve import network_of, preparation_of
@@ -140,14 +139,8 @@ def _answers(
     yield AS_IT_IS, ask(compressed, with_ood=True)
     if options.plain:
         return
-    recalibrate = Recalibration.from_loader(own.train, device=device) if why_not(network) is None else None
-    if recalibrate is not None:
-        yield "statistics of every draw", ask(compressed, with_ood=True, recalibrate=recalibrate)
     for scale in SCALES:
         yield f"sigma × {scale:g}", ask(compressed, sigma_scale=scale)
-        if recalibrate is not None:
-            found = ask(compressed, sigma_scale=scale, recalibrate=recalibrate)
-            yield f"statistics of every draw, sigma × {scale:g}", found
     by_centre = replace(compressed, weight_sigma=None, centre_sigma=compressed.centre_sigmas())
     yield "one sigma per centre", ask(by_centre)
 

@@ -12,7 +12,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -92,6 +92,12 @@ def mixed(
     )
 
 
+def fitted(dtype: torch.dtype = torch.float32) -> Compressed:
+    """With a predictive sigma: one of the tensors has none."""
+    made = mixed(dtype=dtype)
+    return replace(made, sigma_codes=tuple(37 * n % 256 for n in range(len(made.layout.entries))))
+
+
 def plain(*sizes: tuple[int, int], values: int, kinds: int = 3) -> Compressed:
     """Linear layers only."""
     with torch.device("meta"):
@@ -130,6 +136,8 @@ CASES: dict[str, tuple[Callable[[], Compressed], str]] = {
     "centre": (mixed, "centre"),
     "weight": (mixed, "weight"),
     "none": (mixed, "none"),
+    "tensor": (fitted, "tensor"),
+    "float64_tensor": (lambda: fitted(torch.float64), "tensor"),
     "channels": (lambda: mixed(values=9, divide=per_axis(0)), "centre"),
     "channels_weight": (lambda: mixed(values=9, divide=per_axis(0)), "weight"),
     "input_channels": (lambda: mixed(values=9, divide=per_axis(1)), "weight"),

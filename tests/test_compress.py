@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pwfn
 from pwfn import Config, DataError, DivergedError, PwfnError, Result, WeightError, compress
+from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.randomness import seeded
 from pwfn.errors import ConfigError
 from pwfn.file.format import dumps
@@ -359,8 +360,6 @@ LEVERS = BRIEF.override(
     {
         "posterior.init": "tolerance",
         "fixing.grid_exponent": None,
-        "fixing.max_codebook_size": 5,
-        "fixing.zero_threshold": 0.3,
         "training.distill": True,
         "training.scheduler": "cosine",
         "schedule.epochs_per_round": [0.5, 1, 1.5],
@@ -895,7 +894,8 @@ def test_a_loss_that_turns_nan_in_round_3_names_round_and_step_and_keeps_round_2
     assert isinstance(progress, Progress)
     assert [done.fix.fraction for done in progress.rounds] == [0.2, 0.4]
     assert equal_states(progress.network, states[1])
-    net = progress.gaussian_network(model, SLOW_TO_FAIL)
+    net = GaussianNetwork(model, SLOW_TO_FAIL)
+    progress.restore(net)
     assert equal_states(net.state_dict(), states[1])
     assert int(net.fixed.sum()) == math.ceil(0.4 * net.layout.size)
     assert all(bool(torch.isfinite(v).all()) for v in net.state_dict().values() if isinstance(v, Tensor))
@@ -948,7 +948,7 @@ def test_progress_of_another_network_is_refused() -> None:
     other = nn.Linear(4, 2)
     for use in (
         lambda: compress(other, tiny_data(3), config=SLOW_TO_FAIL, resume=error.progress),
-        lambda: error.progress.gaussian_network(other),
+        lambda: error.progress.restore(GaussianNetwork(other)),
     ):
         with pytest.raises(
             WeightError, match=r"^the progress does not fit the model: it belongs to another network"

@@ -67,10 +67,11 @@ def test_images_alone_are_enough():
     assert modes == [module.training for module in model.modules()]
 
 
-def test_labels_of_the_training_data_change_nothing():
+def test_labels_of_the_training_data_change_nothing_but_the_posterior():
     labelled = [(part, torch.zeros(len(part), dtype=torch.long)) for part in IMAGES.split(64)]
     alone = pwfn.compress(batchnorm_classifier(), IMAGES, preset="quick")
-    assert content(pwfn.compress(batchnorm_classifier(), labelled, preset="quick")) == content(alone)
+    other = pwfn.compress(batchnorm_classifier(), labelled, preset="quick")
+    assert dumps(other.compressed, "none") == dumps(alone.compressed, "none")
 
 
 def test_dropout_and_batch_statistics_are_off():

@@ -42,6 +42,7 @@ def done(number: int, *, loss: float | None = 0.4123, scored: bool = True) -> Ro
         sigma_quartiles=(0.00051, 0.0025, 0.0125),
         scores=Scores(0.5 / number, 0.9 + number / 100, 450) if scored else None,
         seconds=12.34,
+        rate_bytes=40123.5,
     )
 
 
@@ -49,7 +50,7 @@ def moment(number: int, step: int, *, loss: float = 0.5) -> StepEvent:
     """Step ``step`` of round ``number`` of four, or of polish after them, each of 100 steps."""
     stage = f"round {number} of 4" if number <= 4 else "polish"
     share = (100 * (number - 1) + step) / 500
-    return StepEvent(stage, number, 4, step, 100, 0.03 * step, 3.0, loss, 0.001, share)
+    return StepEvent(stage, number, 4, step, 100, 0.03 * step, 3.0, loss, 0.001, share, rate_bytes=40123.4)
 
 
 def watch(view: View, clock: Clock, seconds_per_step: float = 0.1) -> None:
@@ -110,9 +111,9 @@ def test_a_log_of_a_long_run_has_a_line_per_minute() -> None:
     watch(ConsoleView(console, clock), clock, seconds_per_step=2.5)
     lines = written(console).splitlines()
     assert lines[2:5] == [
-        "round 1 of 4: step 30 of 100, loss 0.5000, 20 min left",
-        "round 1 of 4: step 60 of 100, loss 0.5000, 18 min left",
-        "round 1 of 4: step 90 of 100, loss 0.5000, 17 min left",
+        "round 1 of 4: step 30 of 100, loss 0.5000, 40,123 bytes, 20 min left",
+        "round 1 of 4: step 60 of 100, loss 0.5000, 40,123 bytes, 18 min left",
+        "round 1 of 4: step 90 of 100, loss 0.5000, 40,123 bytes, 17 min left",
     ]
     assert len(lines) == 2 + 4 * 4 + 3 + 1
 
@@ -199,7 +200,9 @@ def test_the_bars_show_where_the_run_is_and_how_long_it_takes() -> None:
         view._bars.refresh()
         fixing = screen(written(console))[-1]
     assert re.fullmatch(r"whole run .* 26% 0:00:30 0:06:10", whole.strip())  # 370 steps of 1 s are left
-    assert re.fullmatch(r"round 2 of 4: step 30 of 100, loss 0.5000 .* 30% 0:00:20 0:01:10", phase.strip())
+    assert re.fullmatch(
+        r"round 2 of 4: step 30 of 100, loss 0.5000, 40,123 bytes .* 30% 0:00:20 0:01:10", phase.strip()
+    )
     assert fixing.startswith("round 2 of 4: fixing and scoring")
 
 
@@ -281,6 +284,7 @@ def test_curves_have_the_figures_of_the_log(tmp_path: Path) -> None:
     found = curves(tmp_path)
     assert found.pop("train/loss") == [(10, 0.5), (100, 0.25), (150, 0.125)]
     assert found.pop("train/learning_rate") == [(10, 0.001), (100, 0.001), (150, 0.001)]
+    assert found.pop("train/rate_bytes") == [(step, pytest.approx(40123.4)) for step in (10, 100, 150)]
     assert found.pop("sigma/median") == [(100, 0.0025), (200, 0.0025)]
     assert found.pop("sigma/upper_quartile") == [(100, 0.0125), (200, 0.0125)]
     assert found.pop("sigma/lower_quartile") == [(100, 0.00051), (200, 0.00051)]

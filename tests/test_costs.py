@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pwfn import Compressed, DataError, FileError, Layout, LayoutError
-from pwfn.evaluate.entropy import entropy_bits
 from pwfn.file.format import Reader
 from pwfn.fixing.candidates import order
+from pwfn.fixing.unique import entropy_bits
 from pwfn.lab.costs import (
     Arithmetic,
     CostSheet,

@@ -121,11 +121,13 @@ def test_every_draw_starts_from_the_same_buffers_and_the_model_ends_as_the_point
     model, seen = network().train(), []
     model[3].eval()
 
-    def recalibrate(drawn: Any) -> None:
-        seen.append(drawn[1].running_mean.clone())
-        drawn[1].running_mean += 5.0
+    def see(layer: Any, inputs: Any) -> None:
+        seen.append(layer.running_mean.clone())
+        layer.running_mean += 5.0 * (len(seen) % len(LOADER) == 0)  # after the last batch of a draw
 
-    ensemble(SMALL, model, LOADER, 4, recalibrate=recalibrate)
+    handle = model[1].register_forward_pre_hook(see)
+    ensemble(SMALL, model, LOADER, 4)
+    handle.remove()
     assert all(torch.equal(mean, SMALL.untouched["1.running_mean"]) for mean in seen)
     assert [module.training for module in model] == [True, True, True, False, True, True, True, True]
     for name, value in SMALL.dense_state_dict().items():
@@ -333,6 +335,64 @@ def test_the_table_as_lines_and_as_json() -> None:
 def test_an_assessment_that_cannot_be_made(loader: Any, samples: int, message: str) -> None:
     with pytest.raises(DataError, match=message):
         assess(SMALL, network(), loader, original=network(), samples=samples)
+
+
+# Several networks
+
+
+def test_several_networks_are_the_mean_of_their_predictions() -> None:
+    other = posterior(network(3), 0.2)
+    alone = [ensemble(one, network(), LOADER, 4, seed=5).probabilities for one in (SMALL, other)]
+    models = [network(), network()]
+    for held in (network(), models):
+        together = ensemble([SMALL, other], held, LOADER, 4, seed=5)
+        assert together.samples == 8
+        torch.testing.assert_close(together.probabilities, (alone[0] + alone[1]) / 2)
+    for model, one in zip(models, (SMALL, other), strict=True):
+        assert torch.equal(model.state_dict()["0.weight"], one.dense_state_dict()["0.weight"])
+
+
+def test_a_network_without_a_posterior_counts_as_much_as_the_draws_of_another() -> None:
+    plain = replace(SMALL, weight_sigma=None)
+    zero = replace(plain, sigma_codes=(0,) * len(plain.layout.entries))
+    other = posterior(network(3), 0.2)
+    centre = point(plain.apply_to(network()), LOADER).probabilities
+    drawn = ensemble(other, network(), LOADER, 4).probabilities
+    for one in (plain, zero):
+        found = ensemble([one, other], network(), LOADER, 4).probabilities
+        torch.testing.assert_close(found, (centre + drawn) / 2)
+    centres = [point(one.apply_to(network()), LOADER).probabilities for one in (plain, other)]
+    torch.testing.assert_close(
+        ensemble([plain, other], network(), LOADER, 0).probabilities, (centres[0] + centres[1]) / 2
+    )
+    with pytest.raises(WeightError, match="no posterior"):
+        ensemble(plain, network(), LOADER, 4)
+
+
+def test_several_networks_need_a_model_each() -> None:
+    for networks, models in (([], network()), ([SMALL, SMALL], [network()])):
+        with pytest.raises(DataError, match="one model for each"):
+            ensemble(networks, models, LOADER)
+
+
+def test_several_files_are_assessed_with_their_bytes_together(tmp_path: Path, call: Any) -> None:
+    paths = [tmp_path / "a.pwfn", tmp_path / "b.pwfn"]
+    for seed, path in enumerate(paths):
+        torch.manual_seed(seed)
+        made = compressed_of(digits_resnet())
+        codes = (160,) * len(made.layout.entries)
+        replace(made, sigma_codes=codes).save(path, record={"model": "digits_resnet"})
+    words = ("--data", "digits", "--device", "cpu", "--samples", "2", "--json")
+    status, said, err = call("evaluate", *map(str, paths), *words)
+    assert (status, err) == (0, "")
+    facts = json.loads(said)
+    assert facts["file_bytes"] == sum(path.stat().st_size for path in paths)
+    assert [one["file_bytes"] for one in facts["files"]] == [path.stat().st_size for path in paths]
+    names = [row["name"] for row in facts["uncertainty"]["rows"]]
+    assert names == [rival.value for rival in Rival if not rival.startswith("original")]
+    status, said, _ = call("evaluate", *map(str, paths), *words[:-1])
+    assert "2 files together" in said
+    assert f"{facts['file_bytes']:,} bytes" in said
 
 
 # A file and data by name

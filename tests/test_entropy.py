@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pwfn import Layout, LayoutError
-from pwfn.evaluate.entropy import Pool, entropy_bits, per_attention_part, per_input_channel, summarise
+from pwfn.evaluate.entropy import Pool, per_attention_part, per_input_channel, summarise
+from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import Attention, Entry, Kind
 
 FEW = st.lists(st.integers(-4, 4).map(lambda n: n / 8), min_size=1, max_size=40)

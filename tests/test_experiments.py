@@ -225,14 +225,14 @@ def test_a_table_has_the_rows_of_its_plan_and_then_the_retired(archive: Archive)
 def test_lines_of_test_images_are_points(archive: Archive) -> None:
     _leave(archive, "tiny", 0, top1=0.93)
     _leave(archive, "tiny", 1, top1=0.91)
-    _leave(archive, "more", 0, holdout=0, entropy_bits=3.5)
-    _retire(archive, "first", 0, method="lsq+", entropy_bits=9.0)
+    _leave(archive, "more", 0, holdout=0, file_bytes=350)
+    _retire(archive, "first", 0, method="lsq+", file_bytes=900)
     _retire(archive, "second", 0, method="baseline")
-    found = [(p.table, p.kind, p.bits) for p in figures.points(archive)]
+    found = [(p.table, p.kind, p.size) for p in figures.points(archive)]
     assert found == [
-        ("more", figures.ELSEWHERE, 3.5),
-        ("old", figures.QUANTISERS, 9.0),
-        ("tiny", figures.TARGETS, 2.0),
+        ("more", figures.ELSEWHERE, 350),
+        ("old", figures.QUANTISERS, 900),
+        ("tiny", figures.TARGETS, 40_000),
     ]
     tiny = figures.points(archive)[-1]
     assert (tiny.top1, tiny.spread, tiny.start) == pytest.approx((92.0, 2**0.5, 92.0))
@@ -268,7 +268,7 @@ def test_the_table_and_the_figure_of_sigma(archive: Archive) -> None:
 
 
 def test_the_frontier_is_drawn_from_the_points(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "PANELS", {"digits_resnet": "tiny"})
+    monkeypatch.setattr(figures, "PANELS", {"digits_resnet": "Tiny"})
     for seed in (0, 1):
         _leave(archive, "tiny", seed)
     _retire(archive, "first", 0, top1=0.5)  # below the panel

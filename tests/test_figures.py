@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pwfn import Compressed, Config, FileError, Layout, PwfnError, load
-from pwfn.evaluate.entropy import entropy_bits
+from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import untouched
 from pwfn.report.figures import Figure, accuracy, figures, layers, save_png, sigma, style, training
 from pwfn.report.reading import (

@@ -298,8 +298,8 @@ def test_golden_files_are_there_and_are_not_made_again() -> None:
 @pytest.mark.parametrize(
     ("change", "posterior", "message"),
     [
-        ({}, "always", "'always': allowed is one of none, centre, weight"),
-        ({"weight_sigma": None}, "centre", "posterior='none'"),
+        ({}, "always", "'always': allowed is one of none, tensor, centre, weight"),
+        ({"weight_sigma": None}, "centre", "no sigma of training"),
         ({"weight_sigma": None, "centre_sigma": (torch.ones(2),)}, "weight", "posterior='centre'"),
         ({"codebooks": (torch.tensor([1.0, 0.0]),)}, "none", "ascending"),
         ({"codebooks": (torch.tensor([1.0, 1.0]),)}, "none", "ascending"),

@@ -241,60 +241,6 @@ def test_sweep_waits_until_the_threshold_passes_it():
     assert tuple(swept[1:]) == (1, 4.0, 1)
 
 
-def test_zero_threshold_by_hand():
-    # b = 2. Within two sigmas of zero are 0.1, -0.2 (just so) and 0.25; 0.3 with its smaller sigma is not.
-    mu, sigma = [0.25, 0.1, -0.2, 0.3, 1.0], [0.25, 0.1, 0.1, 0.125, 0.1]
-    result = fix_round(*tensors(mu, sigma), 0.8, b=2, zero_threshold=2.0)
-    assert result.mu.tolist() == [0.0, 0.0, 0.0, 0.25, 1.0]
-    assert result.fixed.tolist() == [True, True, True, True, False]
-    assert [tuple(step) for step in result.steps] == [(0.0, 1, 2.0, 3), (0.25, 1, 1.0, 1)]
-    mean = 0.15 / 3
-    spread = math.sqrt(((0.25 - mean) ** 2 + (0.1 - mean) ** 2 + (-0.2 - mean) ** 2) / 3)
-    assert result.sigma.tolist() == pytest.approx([spread] * 3 + [0.0, 0.1], rel=1e-12)
-
-
-def test_zero_threshold_is_of_the_first_round_alone():
-    mu, sigma = [0.25, 0.1, -0.2, 0.3, 1.0], [0.25, 0.1, 0.1, 0.125, 0.1]
-    more = fix_round(*tensors(mu, sigma), 0.2, b=2, zero_threshold=2.0)
-    assert int(more.fixed.sum()) == 3  # more than the fraction asks for
-    enough = fix_round(more.mu, more.sigma, more.fixed, 0.6, b=2, zero_threshold=20.0)
-    assert enough.steps == []
-    last = fix_round(more.mu, more.sigma, more.fixed, 1.0, b=2, zero_threshold=20.0)
-    assert [step.centre for step in last.steps] == [0.25, 1.0]
-    assert fix_round(*tensors(mu, sigma), 0.0, zero_threshold=2.0).steps == []
-    everything = fix_round(*tensors(mu, sigma), 0.2, zero_threshold=10.0)
-    assert everything.mu.tolist() == [0.0] * 5
-    none = fix_round(*tensors(mu, sigma), 0.2, b=2, zero_threshold=0.5)  # 0.1 is one sigma away
-    assert none.steps == fix_round(*tensors(mu, sigma), 0.2, b=2).steps
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_zero_threshold_agrees_with_the_literal_reading(rule):
-    rng = random.Random(rule)
-    for case, (size, reach) in enumerate(product((1, 2, 7, 63, 127), (0.01, 0.5, 1.0, 3.0, 1e9))):
-        mu, sigma = DRAWS[case % len(DRAWS)](rng, size, 7)
-        fixed = [False] * size
-        for fraction in (0.2, 0.4, 1.0):
-            result = assert_agrees(
-                mu, sigma, fixed, fraction, rule=rule, sweep=SWEEPS[case % 3], zero_threshold=reach
-            )
-            mu, sigma, fixed = result.mu.tolist(), result.sigma.tolist(), result.fixed.tolist()
-        assert all(fixed)
-
-
-def test_zero_threshold_of_many_weights_in_blocks():
-    generator = torch.Generator().manual_seed(0)
-    mu = torch.randn(300_007, generator=generator)
-    start = mu, torch.full_like(mu, 1e-3), torch.zeros(mu.numel(), dtype=torch.bool)
-    with patch.object(select, "_BLOCK", 2**16):
-        result = fix_round(*start, 0.5, zero_threshold=400.0)
-    expected = mu.abs() / 1e-3 <= 400
-    assert result.steps[0].count == int(expected.sum())
-    assert bool((result.mu[expected] == 0).all())
-    assert bool(result.fixed[expected].all())
-    assert int(result.fixed.sum()) == target_count(mu.numel(), 0.5)
-
-
 def test_distance_floor_is_the_smallest_sigma_in_a_distance():
     start = tensors([0.5 + 2.0**-8], [2.0**-20])
     assert fix_round(*start, 1.0, b=1, distance_floor=2.0**-8).steps[0].delta == 1.0
@@ -529,7 +475,6 @@ GOOD = {
         ({"delta": -1.0}, "delta is -1.0.*above 0"),
         ({"delta": math.nan}, "delta is nan.*above 0"),
         ({"omega_max": 0}, "omega_max is 0.*at least 1"),
-        ({"zero_threshold": -0.5}, "zero_threshold is -0.5.*at least 0"),
         ({"sweep": 0}, "sweep is 0.*above 0"),
         ({"sweep": math.inf}, "sweep is inf.*above 0"),
         ({"distance_floor": 0}, "distance_floor is 0.*above 0"),

@@ -572,23 +572,6 @@ def test_sigma_comes_back_from_the_floor() -> None:
     assert torch.equal(net.sigma, torch.full((SIDE**2,), FLOOR + 0.01, dtype=torch.float64))
 
 
-def test_zero_threshold_is_the_first_fixing_alone_and_no_part_of_rounding() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(20, 5)
-    net = GaussianNetwork(model, config().override({"fixing.zero_threshold": 1.0}))
-    plain = GaussianNetwork(model, config())
-    for network in (net, plain):
-        network.free_sigma.data.fill_(0.125)
-    assert torch.equal(net.rounded().mu, plain.rounded().mu)
-    small = (net.mu.detach().abs() <= 0.125).nonzero().flatten()
-    record = net.fix(0.5)
-    assert record.fixed == len(small) > 53  # ceil(105 · 0.5)
-    assert (record.steps[0].centre, record.steps[0].count) == (0.0, len(small))
-    assert net.fixed.nonzero().flatten().tolist() == sorted(small.tolist())
-    assert not net.mu[small].any()
-    assert net.fix(0.7).fixed == 74  # ceil(105 · 0.7)
-
-
 def test_parameter_groups() -> None:
     net = small_net()
     others, sigma = net.parameter_groups(lr=0.1, weight_decay=0.2)

@@ -449,7 +449,7 @@ def parsed(command: str) -> Config:
             "training.weight_decay": st.floats(0, 1),
             "training.clip_norm": st.none() | st.floats(1e-6, 1e6),
             "training.distill": st.booleans(),
-            "fixing.zero_threshold": st.floats(0, 9),
+            "posterior.alpha": st.floats(0, 9),
             "layout.exclude": st.lists(st.text("ab\"' $*\\é=", min_size=1), max_size=2),
         },
     ),

@@ -16,7 +16,7 @@ from pwfn.bayes.batches import Batch
 from pwfn.errors import DataError
 from pwfn.fixing import scale
 from pwfn.fixing.condition import inverse_factor
-from pwfn.fixing.scale import conditional_square, gain_bits, scale_filters
+from pwfn.fixing.scale import conditional_square, even_layers, gain_bits, scale_filters
 from pwfn.layout import Layout
 from pwfn.zoo.models import create
 
@@ -371,6 +371,27 @@ def test_dead_and_extreme_filters_stay_within_bounds() -> None:
     assert factor[[0, 1, 3]].tolist() == [1 / 16, 1 / 16, 16]  # the first has no curvature
     assert bool((model[1].running_var >= 0).all())
     torch.testing.assert_close(model(inputs), before(inputs), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["cifar_resnet20", "digits_resnet"])
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_even_layers_have_one_size_and_compute_the_same(name: str, power: float) -> None:
+    torch.manual_seed(0)
+    model = lively(create(name, classes=10))
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    with torch.no_grad():
+        for number, layer in enumerate(convolutions):
+            layer.weight.mul_(4.0 ** (number % 3))
+    x = torch.randn(4, *(3, 32, 32) if name.startswith("cifar") else (1, 8, 8))
+    sizes = [float(layer.weight.detach().square().mean().sqrt()) for layer in convolutions]
+    before, own = model(x), copy.deepcopy(model)
+    filters = even_layers(own, Layout.of(own), batches_of(x)[0], power)
+    assert filters == sum(len(layer.weight) for layer in convolutions)
+    assert relative(own(x), before) < 1e-4
+    now = [m.weight for m in own.modules() if isinstance(m, nn.Conv2d)]
+    ratios = [math.log(float(w.detach().square().mean().sqrt())) for w in now]
+    logs = [math.log(size) for size in sizes]
+    assert max(ratios) - min(ratios) == pytest.approx((1 - power) * (max(logs) - min(logs)), abs=1e-4)
 
 
 def test_conditional_squares_are_those_of_the_sweep_over_columns() -> None:

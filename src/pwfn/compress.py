@@ -20,6 +20,7 @@ from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
+from pwfn.bayes.predictive import run_posterior, wants_posterior
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
 from pwfn.bayes.sigma import probe
 from pwfn.bayes.train import PhaseState, fit, loss_scaler, steps_in
@@ -108,7 +109,8 @@ def compress(
     try:
         with seeded(rank_seed(config.seed, distributed.rank), distributed.device):
             run = Run(model, train_loader, val_loader, config, distributed, loss_fn, metric, distill, start)
-            run.keep, run.before_batch, run.on_step, run.record = keep, before_batch, on_step, record or {}
+            run.keep, run.before_batch, run.on_step = keep, before_batch, on_step
+            run.net.record = record or {}
             return run.whole(on_round)
     except BaseException as error:  # an interrupt too: hours of rounds are worth keeping
         error.progress = run.progress if run else start  # type: ignore[attr-defined]  # others can hold it
@@ -121,7 +123,6 @@ class Run:
     keep: Keep | None = None
     before_batch: Callable[[], None] | None = None
     on_step: Callable[[StepEvent], None] | None = None
-    record: Mapping[str, Any] = {}  # facts that every file of this run keeps
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class Run:
         state = net.state()
         after = trace.after_fixing(number, fixed, net.layout, state)
         self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
-        states = [self._state(number, phase.fraction)] if self.searches else []
+        states = [self._state(number, phase.fraction)] if self.config.target.wanted else []
         made = Round(
             number=number,
             steps=steps,
@@ -242,9 +243,8 @@ class Run:
             scores=states[0].scores if self.searches else self.scores(net),
             seconds=time.perf_counter() - started,
             traces=(after,) if before is None else (before, after),
+            rate_bytes=net.rate_bytes(),
         )
-        if self.config.target.wanted and not states:
-            states.append(self._state(number, phase.fraction))
         self._advance(
             rounds=(*self.progress.rounds, made),
             states=(*self.progress.states, *states),
@@ -261,11 +261,12 @@ class Run:
             if self.searches or len(self.phases) == 1:  # its bytes are those of the file
                 shrink_uncompressed(fixed.model, self.config.finish)
             compressed = fixed.finish()
+            if wants_posterior(net, self.scored):  # in bytes, one posterior is as large as another
+                compressed = replace(compressed, sigma_codes=(0,) * len(compressed.layout.entries))
             model, val = compressed.apply_to(copy.deepcopy(self.original)), self.val and self.val.apart()
             scores = self.scores(model, Precision.FP32, val)
-        whole = self._recorded(compressed, round=number)
         pool = Pool.of(compressed.values())
-        content = self.distributed.first(lambda: dumps(whole))
+        content = self.distributed.first(lambda: dumps(self._recorded(compressed, round=number)))
         return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step)
 
     def _finish(self) -> Result:
@@ -281,12 +282,11 @@ class Run:
         net = FixedNetwork(self.net, compressed)
         if progress.uncompressed is not None:
             net.model.load_state_dict(progress.uncompressed)
-        polish = self.polish_steps
         # Statistics fit the point estimate, then the parameters the statistics, then once more.
         steps: tuple[tuple[bool, Callable[[FixedNetwork], object]], ...] = (
             (bool(finish.reestimate_epochs), self._reestimate),
-            (polish > 0, self._polish),
-            (bool(finish.reestimate_epochs) and polish > 0, self._reestimate),
+            (self.polish_steps > 0, self._polish),
+            (bool(finish.reestimate_epochs) and self.polish_steps > 0, self._reestimate),
             (finish.shrinks, lambda net: shrink_uncompressed(net.model, finish)),
         )
         for number, (wanted, step) in enumerate(steps):
@@ -295,7 +295,9 @@ class Run:
                     step(net)
                 uncompressed = on_cpu(net.model.state_dict())
                 self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
-        return self._result(net.finish())
+        of = (net.finish(), self.net, self.train.apart(), self.scored, self.original, self.before_batch)
+        codes = self.distributed.first(lambda: run_posterior(*of))
+        return self._result(replace(of[0], sigma_codes=codes))
 
     def _reestimate(self, net: FixedNetwork, batches: Stream | None = None) -> None:
         steps = steps_in(self.config.finish.reestimate_epochs or 0.0, self.batches_per_epoch)
@@ -315,31 +317,29 @@ class Run:
         self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
 
     def _result(self, compressed: Compressed) -> Result:
-        progress = self.progress
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
-        summary = summarise(compressed.layout, compressed.values())
-        before, now = (scores.to_dict() if scores else None for scores in (progress.before, after))
-        steps = sum(done.steps for done in progress.rounds) + self.polish_steps
+        before, now = (scores.to_dict() if scores else None for scores in (self.progress.before, after))
+        steps = sum(done.steps for done in self.progress.rounds) + self.polish_steps
         return Result(
             compressed=self._recorded(compressed, before=before, after=now),
-            summary=summary,
-            rounds=progress.rounds,
-            before=progress.before,
-            fixed=progress.rounds[-1].scores,
+            summary=summarise(compressed.layout, compressed.values()),
+            rounds=self.progress.rounds,
+            before=self.progress.before,
+            fixed=self.progress.rounds[-1].scores,
             after=after,
             config=self.config,
             epochs=steps * self.config.training.accumulate / self.batches_per_epoch,
-            seconds=progress.seconds,
-            states=progress.states,
-            choice=progress.choice,
-            warnings=warn(ruin(progress.before, after), self.distributed) + progress.warnings,
+            seconds=self.progress.seconds,
+            states=self.progress.states,
+            choice=self.progress.choice,
+            warnings=warn(ruin(self.progress.before, after), self.distributed) + self.progress.warnings,
             _original=self.original,
         )
 
     def _recorded(self, compressed: Compressed, **facts: object) -> Compressed:
         """With what led to it in its record."""
         made = {"method": self.config.method, "settings": self.config.to_dict(), **facts}
-        return replace(compressed, record={**compressed.record, **made, **self.record})
+        return replace(compressed, record={**compressed.record, **made, **self.net.record})
 
     def _fit(
         self, net: Trained, optimizer: Optimizer, steps: int, round_number: int, where: str, seed: int | None
@@ -352,16 +352,16 @@ class Run:
             if self.on_step is not None:
                 at = (where, round_number, len(self.phases), step, steps, step * share, steps * share)
                 done = (earlier + step) / sum(plan)
-                self.on_step(StepEvent(*at, loss, learning_rate, done, self.batches.drawn))
+                rate = net.rate_bytes() if isinstance(net, Method) else None
+                self.on_step(StepEvent(*at, loss, learning_rate, done, self.batches.drawn, rate))
 
         def after_step(step: int, snapshot: Callable[[], PhaseState]) -> None:
             if self.keep is not None:
                 self.keep(lambda: self._in_phase(net, snapshot()), step == steps)
 
-        polish = isinstance(net, FixedNetwork)
         loss = fit(
             *(net, self.batches, steps, self.objective),
-            replace(training, scheduler=SchedulerName.NONE) if polish else training,
+            replace(training, scheduler=SchedulerName.NONE) if isinstance(net, FixedNetwork) else training,
             optimizer=optimizer,
             where=where,
             seed=seed,

@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.method import Method
 from pwfn.bayes.train import PhaseState
-from pwfn.config import Config
 from pwfn.errors import WeightError
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.score import Scores, finite
@@ -35,6 +33,7 @@ class Round:
     scores: Scores | None  # of the point estimate on the validation data
     seconds: float
     traces: tuple[Trace, ...] = ()  # before and after the fixing
+    rate_bytes: float | None = None  # of the file, as training counted them at its end; see Method
 
     def to_dict(self) -> dict[str, Any]:
         """Its figures as plain values."""
@@ -51,6 +50,7 @@ class Round:
             "zero_share": self.fixed.zero_share,
             "sigma_quartiles": list(self.sigma_quartiles) if self.sigma_quartiles else None,
             "centres": len(self.fix.steps),
+            "rate_bytes": self.rate_bytes,
             "seconds": self.seconds,
         }
 
@@ -70,6 +70,7 @@ class StepEvent:
     learning_rate: float
     done: float  # fraction of all training steps of the run
     batches: int = 0  # drawn in the whole run
+    rate_bytes: float | None = None  # of the file, as training counts them; see Method
 
     @classmethod
     def at_layer(cls, layer: int, layers: int, round_number: int) -> StepEvent:
@@ -117,12 +118,6 @@ class Progress:
     def noted(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """The warnings so far and these, each once."""
         return tuple(dict.fromkeys((*self.warnings, *sentences)))
-
-    def gaussian_network(self, model: nn.Module, config: Config | None = None) -> GaussianNetwork:
-        """The network after the last finished round, from the original model."""
-        net = GaussianNetwork(model, config)
-        self.restore(net)
-        return net
 
     def restore(self, net: Method) -> None:
         """Put a network into the state after the last finished round."""

@@ -57,6 +57,11 @@ class Result:
         return len(dumps(self.compressed)) if self.saved_bytes is None else self.saved_bytes
 
     @property
+    def rate_bytes(self) -> float | None:
+        """Bytes of the file as training counted them at its end; None where it was not for the bytes."""
+        return self.rounds[-1].rate_bytes
+
+    @property
     def target_met(self) -> bool | None:
         """Whether the figures at the end are within the target; None if there is none."""
         target, bits = self.config.target, self.summary.whole.entropy_bits
@@ -77,6 +82,7 @@ class Result:
             **asdict(self.summary.whole),
             "file_bytes": self.file_bytes,
             "fp32_bytes": fp32_bytes(self.compressed),
+            "rate_bytes": self.rate_bytes,
             "epochs": self.epochs,
             "seconds": self.seconds,
             "warnings": list(self.warnings),
@@ -114,9 +120,14 @@ class Result:
         lines["file"] = f"{self.file_bytes:,} bytes, {size} fp32 ({original:,})"
         if self.ruined:
             lines["file"] = f"{self.file_bytes:,} bytes (fp32: {original:,})"
+        if self.rate_bytes is not None:
+            more = self.rate_bytes / self.file_bytes - 1
+            words = f"{abs(more):.1%} {'more' if more > 0 else 'less'} than in the file"
+            lines["rate"] = f"{self.rate_bytes:,.0f} bytes in training, {words}"
         lines["weights"] = f"{whole.weights:,} in {len(self.compressed.layout.entries)} tensors"
         lines["values"] = f"{whole.unique}, with {whole.entropy_bits:.2f} bits of entropy per weight"
         lines["powers of two"] = f"{whole.power_of_two_share:.1%} (zeros, {whole.zero_share:.1%}, included)"
+        lines["posterior"] = self.compressed.posterior_sentence
         lines["training"] = f"{self.epochs:.4g} epochs, {len(self.rounds)} rounds, {self.seconds:.0f} s"
         if self.choice is not None:
             lines["kept"] = self.choice.why

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def networks() -> dict[str, tuple[Any, str]]:
         "v1_channels_weight": (several, "weight"),
         "v2_channels_weight": (several, "weight"),
         "v2_contexts": (neighbours_alike(record), "centre"),
+        "v2_tensor": (replace(one, sigma_codes=(0, 150, 177)), "tensor"),
     }
 
 

@@ -60,6 +60,9 @@ def read(data: bytes) -> Content:
         sigmas = cut(np.frombuffer(sections["posterior"], number), sizes)
         found = [look_up(sigmas, owner, index) for owner, index in zip(owners, indices, strict=True)]
         sigma = np.concatenate([part.reshape(-1) for part in found])
+    if header["posterior"] == "tensor":
+        steps = [2.0 ** ((code - 200) / 8) if code else 0.0 for code in sections["posterior"]]
+        sigma = np.repeat(np.array(steps, number), [index.size for index in indices])
     if header["posterior"] == "weight":
         first = np.array([sum(sizes[:book]) for book in range(len(sizes))])
         centres = np.concatenate(

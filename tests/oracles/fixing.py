@@ -89,7 +89,6 @@ def fix_round(
     b: int,
     delta: float,
     omega_max: int,
-    zero_threshold: float = 0.0,
     sweep: float | None,
     distance_floor: float,
 ) -> Round:
@@ -100,14 +99,6 @@ def fix_round(
 
     def distance(i: int, c: float) -> float:
         return abs(mu[i] - c) / max(sigma[i], distance_floor)
-
-    if zero_threshold and goal and not any(fixed):
-        small = [i for i in range(len(mu)) if distance(i, 0.0) <= zero_threshold]
-        if small:
-            spread = _spread([mu[i] for i in small])
-            for i in small:
-                mu[i], sigma[i], fixed[i] = 0.0, spread, True
-            steps.append((0.0, 1, zero_threshold, len(small)))
 
     while sum(fixed) < goal:
         needed = goal - sum(fixed)

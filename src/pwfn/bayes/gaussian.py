@@ -26,7 +26,6 @@ from pwfn.bayes.sigma import SIGMA_FLOOR, root_mean_square, starting_sigma, tole
 from pwfn.config import Config, SigmaInit
 from pwfn.errors import WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.codebook import merge_rare
 from pwfn.fixing.fix_round import fix_round
 from pwfn.fixing.record import FixRecord, FixStep, Move, relative_moves
 from pwfn.layout import held, untouched
@@ -164,11 +163,7 @@ class GaussianNetwork(Method):
         return self.penalty_strength * short.masked_fill(self.fixed, 0).sum()
 
     def fix(self, fraction: float) -> FixRecord:
-        """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`.
-
-        The last fixing also merges rare values where ``fixing.max_codebook_size`` asks for it. The record
-        describes the choices before that.
-        """
+        """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`."""
         before, mask, settings = self.mu.detach(), self.fixed, self.settings.fixing
         check_finite(before, self.layout, "mean of")
         check_finite(self.sigma.detach(), self.layout, "sigma of")
@@ -179,7 +174,6 @@ class GaussianNetwork(Method):
             fraction,
             rule=settings.rule,
             b=settings.grid_exponent,
-            zero_threshold=settings.zero_threshold,
             sweep=settings.sweep,
         )
         return self._fixed_as(result.mu, result.sigma, result.fixed, fraction, tuple(result.steps))
@@ -192,9 +186,6 @@ class GaussianNetwork(Method):
         self.fixed_mu.copy_(torch.where(new, mu, self.fixed_mu))
         self.fixed_sigma.copy_(torch.where(new, sigma, self.fixed_sigma))
         self.fixed.copy_(fixed)
-        most = self.settings.fixing.max_codebook_size
-        if most is not None and bool(self.fixed.all()):
-            self.fixed_mu.copy_(merge_rare(self.fixed_mu, most))
         self.records.append(FixRecord(fraction, int(self.fixed.sum()), steps, tuple(moves)))
         return self.records[-1]
 

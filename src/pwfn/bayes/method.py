@@ -92,6 +92,7 @@ class Method(WeightNetwork):
     Options: ClassVar[type[Section] | None] = None  # settings of this method alone: a frozen dataclass
     has_posterior: ClassVar[bool] = False  # whether finish() gives one sigma per weight
     data: DataProbe | None = None  # what fix() may ask of the training data; a run provides it
+    record: Mapping[str, Any] = {}  # facts that a run keeps in the file beside its settings and scores
     on_layer: Callable[[int, int], None] | None = None  # called in a long fixing: layers done, and in all
     notes: tuple[str, ...] = ()  # what the user should know about the last fixing, in one sentence each
     has_grid: ClassVar[bool] = False  # whether the weights lie on a grid whose step a target may decide
@@ -111,6 +112,10 @@ class Method(WeightNetwork):
 
     def penalty(self) -> Tensor | None:
         """A regulariser of the parameters alone; its gradient is added after the task's was clipped."""
+        return None
+
+    def rate_bytes(self) -> float | None:
+        """Bytes of the whole file as training counts them now; None where it does not train for them."""
         return None
 
     @abstractmethod

@@ -38,7 +38,7 @@ class WeightNetwork(nn.Module):
             raise ConfigError(f"config is a {type(self.settings).__name__}: allowed is a pwfn.Config")
         self.layout = self.layout_of(model, self.settings)
         check_finite(self.layout.gather(model), self.layout, "weight")
-        self.model = _hollow_copy(model, self.layout)
+        self.model = hollow_copy(model, self.layout)
         self.frozen = _frozen(self.model, self.settings)
         self._place(model.training)
         self._given = _Given(model)
@@ -295,7 +295,7 @@ def tensors_of(output: Any, depth: int = 6) -> Iterator[Tensor]:
             yield from tensors_of(item, depth - 1)
 
 
-def _hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
+def hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     """A deep copy of the model without its compressed parameters, whose places hold None.
 
     ``functional_call`` puts the weights there for one forward pass; elsewhere the copy has only
@@ -341,9 +341,9 @@ def _frozen(model: nn.Module, config: Config) -> list[str]:
 
 
 class _Absent(nn.Parameter):
-    """In place of a compressed parameter, wherever a model holds it besides its modules: in a list, say.
+    """Takes the place of a compressed parameter that a model also holds outside its modules, as in a list.
 
-    The weights of a pass cannot come there, so that a model that uses it would compute something else.
+    The weights of a pass cannot be put there. A model that used it would compute something else.
     """
 
     @classmethod

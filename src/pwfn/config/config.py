@@ -264,8 +264,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "posterior.noise_on_fixed": True,
         "fixing.rule": "mean",
         "fixing.grid_exponent": 7,
-        "fixing.max_codebook_size": None,
-        "fixing.zero_threshold": 0.0,
         "fixing.sweep": None,
         "training.optimizer": "sgd",
         "training.learning_rate": 1e-3,

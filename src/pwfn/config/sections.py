@@ -104,16 +104,6 @@ class FixingConfig(Section):
         Number(0, 30, whole=True, optional=True),
         'b: the smallest candidate is 2^-b; "off": between one and two sigmas of the median free weight',
     )
-    max_codebook_size: int | None = setting(
-        None,
-        Number(2, whole=True, optional=True),
-        'at most this many values; rare ones are merged after the last fixing; "off": no limit',
-    )
-    zero_threshold: float = setting(
-        0.0,
-        Number(0),
-        "sigmas: the first round sets every weight this near to 0 to 0 before anything else; 0: none",
-    )
     sweep: float | None = setting(
         16.0,
         Number(0, above_low=True, optional=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -18,9 +18,6 @@ from pwfn.bayes.objective import evaluating, logits
 from pwfn.errors import ConfigError, DataError
 from pwfn.evaluate.score import full_float32
 from pwfn.file.compressed import Compressed
-
-Recalibrate = Callable[[nn.Module], None]
-"""Called on every drawn network before it predicts, for example to recompute BatchNorm statistics."""
 
 _ROUNDING_NATS = 1e-13
 
@@ -100,19 +97,18 @@ def point(
     >>> found.mutual_information.tolist()
     [0.0, 0.0, 0.0]
     """
-    return _mean([model], Source(name, loader, _placed(model, device)))
+    return _mean([(model, 1)], Source(name, loader, _placed(model, device)))
 
 
 def ensemble(
-    compressed: Compressed,
-    model: nn.Module,
+    compressed: Compressed | Sequence[Compressed],
+    model: nn.Module | Sequence[nn.Module],
     loader: Iterable[Any],
     samples: int = 20,
     seed: int = 0,
     device: torch.device | str | None = None,
     *,
     sigma_scale: float = 1.0,
-    recalibrate: Recalibrate | None = None,
     name: str = "test data",
 ) -> Predictions:
     """Mean prediction of ``samples`` draws from a network's posterior, ``1/S sum_s softmax(f_s(x))``.
@@ -122,43 +118,62 @@ def ensemble(
     examples in the same order in every pass. Afterwards the model has the weights of the point estimate, as
     ``compressed.apply_to`` sets them.
 
+    Of several networks, the mean of their predictions, each with the same weight. One without a posterior, or
+    with none worth drawing from, predicts by its point estimate; with 0 samples all do. ``model`` is then one
+    network for all of them, or a list with one for each.
+
     >>> from pwfn.layout import Layout
     >>> model = nn.Linear(1, 2, bias=False)
     >>> small = Compressed.of(Layout.of(model), torch.tensor([1.0, 2.0]), torch.ones(2), {})
     >>> ensemble(small, model, [torch.ones(5, 1)], samples=3)
     Predictions(examples=5, classes=2, samples=3)
+    >>> other = Compressed.of(Layout.of(model), torch.tensor([0.5, 2.0]), None, {})
+    >>> ensemble([small, other], model, [torch.ones(5, 1)], samples=3)
+    Predictions(examples=5, classes=2, samples=6)
     """
-    if samples < 1:
-        raise DataError(f"samples is {samples}: allowed is at least 1")
-    scaled = _scaled(compressed, sigma_scale)
-    source = Source(name, loader, _placed(model, device))
-    compressed.apply_to(model)
+    several = not isinstance(compressed, Compressed)
+    members = [compressed] if isinstance(compressed, Compressed) else list(compressed)
+    models = [model] * len(members) if isinstance(model, nn.Module) else list(model)
+    if samples < (0 if several else 1):
+        raise DataError(f"samples is {samples}: allowed is at least {0 if several else 1}")
+    if not members or len(models) != len(members):
+        raise DataError(
+            f"there are {len(members)} networks and {len(models)} models: give one model for each"
+        )
+    places = [_placed(each, device) for each in models]
+    scaled = [_scaled(member, sigma_scale) for member in members]
+    source = Source(name, loader, places[0])
+    points = {n for n, one in enumerate(members) if not samples or (several and one.posterior == "none")}
+
+    def predictors() -> Iterator[tuple[nn.Module, int]]:
+        for number, (member, drawn, own) in enumerate(zip(members, scaled, models, strict=True)):
+            member.apply_to(own)
+            if number in points or (member.posterior == "tensor" and not member.drawable):
+                yield own, max(samples, 1)
+            else:
+                yield from ((net, 1) for net in _draws(drawn, own, samples, seed))
+
     try:
-        return _mean(_draws(scaled, model, samples, seed, recalibrate), source)
+        return _mean(predictors(), source)
     finally:
-        compressed.apply_to(model)
+        for member, own in zip(members, models, strict=True):
+            member.apply_to(own)
 
 
 def _scaled(compressed: Compressed, scale: float) -> Compressed:
     """The same network with every sigma multiplied by ``scale``; 0 is the point estimate."""
     if not (math.isfinite(scale) and scale >= 0):
         raise ConfigError(f"sigma_scale is {scale}: allowed is a finite number of at least 0")
-    per_weight, per_centre = compressed.weight_sigma, compressed.centre_sigma
-    return replace(
-        compressed,
-        weight_sigma=per_weight * scale if per_weight is not None else None,
-        centre_sigma=tuple(sigma * scale for sigma in per_centre) if per_centre is not None else None,
-    )
+    sigma = compressed.sigma
+    if scale == 1 or sigma is None:
+        return compressed
+    return replace(compressed, sigma_codes=None, weight_sigma=sigma * scale)
 
 
-def _draws(
-    compressed: Compressed, model: nn.Module, samples: int, seed: int, recalibrate: Recalibrate | None
-) -> Iterator[nn.Module]:
+def _draws(compressed: Compressed, model: nn.Module, samples: int, seed: int) -> Iterator[nn.Module]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(samples):
         model.load_state_dict({**model.state_dict(), **compressed.sample(generator)})
-        if recalibrate is not None:
-            recalibrate(model)
         yield model
 
 
@@ -172,20 +187,22 @@ class _Pass(NamedTuple):
 
 
 @torch.no_grad()
-def _mean(networks: Iterable[nn.Module], source: Source) -> Predictions:
-    """The mean prediction, with one pass over the data per network."""
-    passes = (_one_pass(model, source) for model in networks)
-    first = next(passes)
-    log_total, entropy, classes = first.log_p, first.entropy, [first.log_p.argmax(1)]
-    for now in passes:
+def _mean(networks: Iterable[tuple[nn.Module, int]], source: Source) -> Predictions:
+    """The mean prediction, with one pass over the data per network; each counts so many times."""
+    passes = ((_one_pass(model, source), count) for model, count in networks)
+    first, count = next(passes)
+    log_total, entropy = first.log_p + math.log(count), count * first.entropy
+    classes = [first.log_p.argmax(1)] * count
+    for number, (now, count) in enumerate(passes, 2):
         if now.log_p.shape != log_total.shape or not torch.equal(now.checksums, first.checksums):
             raise DataError(
-                f"{source.name}: pass {len(classes) + 1} gave other examples than the first: pass a loader "
+                f"{source.name}: pass {number} gave other examples than the first: pass a loader "
                 "that gives the same ones in the same order each time (shuffle=False, no random "
                 "augmentation)"
             )
-        log_total, entropy = torch.logaddexp(log_total, now.log_p), entropy + now.entropy
-        classes.append(now.log_p.argmax(1))
+        log_total = torch.logaddexp(log_total, now.log_p + math.log(count))
+        entropy = entropy + count * now.entropy
+        classes += [now.log_p.argmax(1)] * count
     samples = len(classes)
     log_p = log_total - math.log(samples)
     return Predictions(

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from pwfn.fixing import candidates as pow2
-from pwfn.fixing.unique import unique, unique_counts
+from pwfn.fixing.unique import entropy_of, unique, unique_counts
 from pwfn.layout import Kind, Layout
-
-
-def entropy_bits(values: Tensor) -> float:
-    """Entropy of the values, ``-sum p log2 p``, in bits per weight.
-
-    >>> entropy_bits(torch.tensor([0.5, 0.5, 0.25, -0.25]))
-    1.5
-    """
-    return Pool.of(values).entropy_bits
 
 
 @dataclass(frozen=True)
@@ -52,13 +43,12 @@ class Pool:
         """
         values, counts = values[counts > 0], counts[counts > 0]
         weights = int(counts.sum())
-        p = counts.double() / max(weights, 1)
         mantissa = torch.frexp(values).mantissa.abs()
         powers = int(counts[(mantissa == 0.5) | (mantissa == 0)].sum())
         return cls(
             weights=weights,
             unique=values.numel(),
-            entropy_bits=float(-(p * p.log2()).sum()) + 0.0,  # + 0.0: never -0.0
+            entropy_bits=entropy_of(counts),
             zero_share=int(counts[values == 0].sum()) / max(weights, 1),
             power_of_two_share=powers / max(weights, 1),
         )

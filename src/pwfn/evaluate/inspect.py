@@ -17,6 +17,7 @@ from pwfn.config.changes import Settings
 from pwfn.evaluate.entropy import Pool
 from pwfn.file.coder import bytes_of
 from pwfn.file.compressed import Compressed
+from pwfn.file.content import NOTHING_TO_DRAW
 from pwfn.file.format import Reader
 
 _PARTS = {
@@ -54,7 +55,8 @@ class FileFacts:
     content_sha256: str  # of the network, see docs/format.md
     writer: str
     model: str | None  # as the record of the run names it
-    posterior: str
+    posterior: str  # which sigmas it has: none, tensor, centre or weight
+    drawable: bool  # whether they are worth drawing from
     weights: int
     unique: int
     entropy_bits: float  # per weight, all weights in one pool
@@ -106,7 +108,8 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
         content_sha256=compressed.content_sha256(),
         writer=header.writer,
         model=model if isinstance(model, str) else None,
-        posterior=str(header.posterior),
+        posterior=compressed.posterior,
+        drawable=compressed.drawable,
         weights=pool.weights,
         unique=pool.unique,
         entropy_bits=pool.entropy_bits,
@@ -187,7 +190,7 @@ def lines(facts: FileFacts) -> list[str]:
         f"{facts.path}: {facts.file_bytes:,} bytes for {facts.weights:,} weights of {facts.unique:,} values",
         f"bits per weight: {_up(facts.bits_per_weight)} on disk, {_up(facts.entropy_bits)} entropy",
         f"zero or a power of two: {powers:.1f}% of the weights",
-        f"model: {facts.model or 'not named'}; posterior: {facts.posterior}; written by {facts.writer}",
+        f"model: {facts.model or 'not named'}; posterior: {_posterior(facts)}; written by {facts.writer}",
         f"content, SHA-256: {facts.content_sha256}",
         *_recorded(facts.record),
         "",
@@ -216,6 +219,11 @@ def lines(facts: FileFacts) -> list[str]:
     return [
         "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in row).rstrip() for row in rows
     ]
+
+
+def _posterior(facts: FileFacts) -> str:
+    fitted_to_zero = facts.posterior != "none" and not facts.drawable
+    return f"{facts.posterior} ({NOTHING_TO_DRAW})" if fitted_to_zero else facts.posterior
 
 
 def _recorded(record: Mapping[str, Any]) -> list[str]:

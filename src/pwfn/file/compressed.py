@@ -30,9 +30,10 @@ class Compressed(Content):
     """A network whose compressed weights are values of a few codebooks, all on the CPU.
 
     Probabilistic weight fixing has one codebook for the whole network; other methods have one per layer or
-    channel. Sigma is known per weight (``weight_sigma``), per value of a codebook (``centre_sigma``), or not
-    at all. ``untouched`` holds every other parameter and buffer by its state-dict name, ``record`` the facts
-    of the run.
+    channel. Draws use the predictive sigma of each tensor (``tensor_sigma``), see :func:`pwfn.fit_posterior`.
+    Without it they use the sigma of training, per weight (``weight_sigma``) or per value of a codebook
+    (``centre_sigma``). ``untouched`` holds every other parameter and buffer by its state-dict name,
+    ``record`` the facts of the run.
 
     >>> layout = Layout.of(nn.Linear(2, 1, bias=False))
     >>> small = Compressed.of(layout, torch.tensor([0.5, -0.25]), torch.zeros(2), {})
@@ -97,8 +98,9 @@ class Compressed(Content):
     def dumps(self, *, posterior: str | None = None, version: int = writer.VERSION) -> bytes:
         """The bytes of a .pwfn file, for :func:`pwfn.loads`.
 
-        ``posterior`` is ``"centre"`` (one sigma per codebook value), ``"weight"`` (the exact sigma of every
-        weight) or ``"none"``. The default is ``"centre"`` for a network that has a posterior. ``version`` is
+        ``posterior`` is ``"tensor"`` (the predictive sigma), ``"centre"`` (the sigma of training, one per
+        codebook value), ``"weight"`` (the same, exact for every weight) or ``"none"``. The default is the
+        first of ``"tensor"`` and ``"centre"`` that the network has. ``version`` is
         that of the format: files of version 1 are larger, and faster to read and write.
 
         >>> layout = Layout.of(nn.Linear(2, 1, bias=False))
@@ -128,12 +130,19 @@ class Compressed(Content):
         return self._state_dict(self.values())
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """A state dict with each compressed weight drawn: ``centre + sigma * eps`` with ``eps ~ N(0, 1)``."""
-        values, sigma = self.values(), self.sigma
-        if sigma is None:
-            raise WeightError("this network has no posterior to draw from: save it with one")
+        """A state dict with each compressed weight drawn: ``centre + sigma * eps`` with ``eps ~ N(0, 1)``.
+
+        Where no posterior is worth drawing from, every sigma is 0, and every draw the point estimate.
+        """
+        values, per_tensor = self.values(), self.tensor_sigma
+        if self.posterior == "none":
+            raise WeightError("this network has no posterior to draw from: fit one with pwfn.fit_posterior")
         noise = torch.randn(values.shape, dtype=values.dtype, generator=generator)
-        return self._state_dict(torch.addcmul(values, sigma, noise))
+        if per_tensor is None:
+            return self._state_dict(values.addcmul_(self.sigma, noise))  # type: ignore[arg-type]  # not None
+        for entry, sigma in zip(self.layout.entries, per_tensor.tolist(), strict=True):
+            values[entry.span].add_(noise[entry.span], alpha=sigma)
+        return self._state_dict(values)
 
     def apply_to(self, model: nn.Module, *, weights: str = "dense") -> nn.Module:
         """Load the weights into a model of the same architecture, and return it.

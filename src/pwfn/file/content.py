@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,11 @@ from torch import Tensor
 from pwfn.errors import FileError
 from pwfn.file.coder import bytes_of
 from pwfn.layout import Entry, Layout
+
+NOTHING_TO_DRAW = "no posterior worth drawing from"
+"""What is said of a network whose predictive sigma was fitted to zero."""
+
+_CODE_OF_ONE = 200  # of sigma: from 2^-24.875 to 2^6.875
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Division:
 class Content:
     """A network whose compressed weights are values of a few codebooks, all on the CPU.
 
-    Sigma is known per weight (``weight_sigma``), per value of a codebook (``centre_sigma``), or not at all.
+    Draws use the predictive sigma, one per tensor (``sigma_codes``, see :func:`sigma_of`). Without it they
+    use the sigma of training, per weight (``weight_sigma``) or per value of a codebook (``centre_sigma``).
     """
 
     layout: Layout
@@ -40,10 +46,38 @@ class Content:
     weight_sigma: Tensor | None = None
     centre_sigma: tuple[Tensor, ...] | None = None
     record: Mapping[str, Any] = field(default_factory=dict)  # facts of the run, as JSON
+    sigma_codes: tuple[int, ...] | None = None  # one per entry of the layout
+
+    @property
+    def posterior(self) -> str:
+        """What draws use: ``tensor``, ``weight``, ``centre``, or ``none`` if there is no posterior."""
+        known = {"tensor": self.sigma_codes, "weight": self.weight_sigma, "centre": self.centre_sigma}
+        return next((name for name, sigma in known.items() if sigma is not None), "none")
+
+    @property
+    def drawable(self) -> bool:
+        """Whether there is a posterior worth drawing from: one that was not fitted to zero."""
+        return self.posterior != "none" and (self.sigma_codes is None or any(self.sigma_codes))
+
+    @property
+    def posterior_sentence(self) -> str:
+        """Which sigmas draws use, for readers."""
+        if self.sigma_codes is None:
+            known = {"none": "none", "weight": "sigma of training, one per weight"}
+            return known.get(self.posterior, "sigma of training, one per value")
+        drawn = sum(map(bool, self.sigma_codes))
+        return f"fitted, {drawn} of {len(self.sigma_codes)} tensors are drawn" if drawn else NOTHING_TO_DRAW
+
+    @property
+    def tensor_sigma(self) -> Tensor | None:
+        """The predictive sigma of each tensor; None if none was fitted, zeros if the fit found none."""
+        return None if self.sigma_codes is None else sigma_of(self.sigma_codes).to(self.layout.dtype)
 
     @property
     def sigma(self) -> Tensor | None:
-        """One sigma per weight: exact, or that of its centre; None if there is no posterior."""
+        """One sigma per weight: that of its tensor, its own, or that of its centre; None: no posterior."""
+        if (found := self.tensor_sigma) is not None:
+            return found.repeat_interleave(torch.tensor([entry.size for entry in self.layout.entries]))
         if self.weight_sigma is not None:
             return self.weight_sigma
         return self._looked_up(self.centre_sigma) if self.centre_sigma is not None else None
@@ -96,7 +130,9 @@ class Content:
             entry = self.layout.entries[place]
             facts = [list(entry.shape), name_of(entry.dtype), sorted(entry.aliases)]
             add(["compressed", name, *facts], self._entry(place, self.codebooks))  # one at a time: memory
-            if self.weight_sigma is not None:
+            if (per_tensor := self.tensor_sigma) is not None:
+                add(["sigma", name], per_tensor[place].repeat(entry.size))
+            elif self.weight_sigma is not None:
                 add(["sigma", name], self.weight_sigma[entry.span])
             elif self.centre_sigma is not None:
                 add(["sigma", name], self._entry(place, self.centre_sigma))
@@ -122,6 +158,9 @@ class Content:
             for part, book in zip(cut, division.codebooks, strict=True):
                 if int(part.min()) < 0 or int(part.max()) >= books[book].numel():
                     raise FileError(f"tensor {entry.name!r}: an index is beyond its codebook")
+        codes = self.sigma_codes
+        if codes is not None and (len(codes) != len(layout.entries) or not set(codes) <= set(range(256))):
+            raise FileError(f"sigma has codes {codes}: one from 0 to 255 per tensor is needed")
         for sigma in (self.weight_sigma, *(self.centre_sigma or ())):
             if sigma is not None:
                 if sigma.dtype != layout.dtype:
@@ -153,6 +192,26 @@ class Content:
 def parts(entry: Entry, vector: Tensor, axis: int, count: int) -> tuple[Tensor, ...]:
     """An entry's slice of a vector, in the entry's shape and cut into equal parts: views."""
     return vector.view(entry.shape or (1,)).tensor_split(count, axis)
+
+
+def sigma_of(codes: Sequence[int]) -> Tensor:
+    """The sigmas of one-byte codes: 0 for code 0, else ``2^((code - 200) / 8)``, in float64.
+
+    >>> sigma_of((0, 192, 200)).tolist()
+    [0.0, 0.5, 1.0]
+    """
+    found = [2.0 ** ((code - _CODE_OF_ONE) / 8) if code else 0.0 for code in codes]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def codes_of(sigma: Tensor) -> tuple[int, ...]:
+    """The nearest code of each sigma; the relative error is at most 4.5 %.
+
+    >>> codes_of(torch.tensor([0.0, 0.5, 1.02]))
+    (0, 192, 200)
+    """
+    steps = (sigma.double().log2() * 8).round() + _CODE_OF_ONE
+    return tuple(int(code) for code in steps.clamp(0, 255))  # the logarithm of 0 is -inf
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -273,6 +273,10 @@ class Reader:
         with self._within("section 'posterior'"):
             if self.header.posterior is Posterior.WEIGHT:
                 found = replace(found, weight_sigma=sigma_coder.decode(found, raw))
+            if self.header.posterior is Posterior.TENSOR:
+                if len(raw) != len(self.header.tensors):
+                    raise FileError(f"it has {len(raw):,} bytes for {len(self.header.tensors):,} tensors")
+                found = replace(found, sigma_codes=tuple(raw))
             if self.header.posterior is Posterior.NONE and raw:
                 raise FileError("it has bytes although the header says that there is no posterior")
             for sigma in (found.weight_sigma, *(found.centre_sigma or ())):

@@ -40,9 +40,10 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class Posterior(StrEnum):
-    """How much of the posterior a file holds."""
+    """Which sigmas a file holds."""
 
     NONE = "none"
+    TENSOR = "tensor"  # the predictive sigma: one per tensor
     CENTRE = "centre"  # one sigma per value of a codebook
     WEIGHT = "weight"  # the exact sigma of every weight
 

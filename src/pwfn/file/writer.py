@@ -56,6 +56,8 @@ def dumps(content: Content, posterior: Posterior | str | None = None, version: i
         name: raw if name in PLAIN_SECTIONS[version] or not raw else coder.squeeze(raw)
         for name, raw in contents.items()
     }
+    if kind is Posterior.TENSOR:  # as large for one fit as for another: targets in bytes count on it
+        stored["posterior"] = b"\x00" + contents["posterior"]
     # A reader refuses more weights than a file of its size may claim. A network that is smaller still (almost
     # all zeros) is padded with zero bytes.
     short = (content.layout.size - FREE_WEIGHTS) // WEIGHTS_PER_BYTE[version] - sum(map(len, stored.values()))
@@ -142,11 +144,14 @@ def _info(entry: Entry, division: Division, coded: index_streams.Coded) -> Tenso
 def _posterior(content: Content, wanted: Posterior | str | None) -> Posterior:
     known = content.weight_sigma is not None or content.centre_sigma is not None
     if wanted is None:
-        return Posterior.CENTRE if known else Posterior.NONE
+        usual = Posterior.CENTRE if known else Posterior.NONE
+        return usual if content.sigma_codes is None else Posterior.TENSOR
     if wanted not in list(Posterior):
         raise FileError(f"posterior is {wanted!r}: allowed is one of {', '.join(Posterior)}")
-    if wanted != Posterior.NONE and not known:
-        raise FileError("there is no posterior to save: pass posterior='none'")
+    if wanted == Posterior.TENSOR and content.sigma_codes is None:
+        raise FileError("no sigma was fitted for each tensor: fit one with pwfn.fit_posterior")
+    if wanted in (Posterior.CENTRE, Posterior.WEIGHT) and not known:
+        raise FileError("there is no sigma of training to save: pass posterior='tensor' or 'none'")
     if wanted == Posterior.WEIGHT and content.weight_sigma is None:
         raise FileError("sigma is known per centre only: pass posterior='centre'")
     return Posterior(wanted)
@@ -155,6 +160,8 @@ def _posterior(content: Content, wanted: Posterior | str | None) -> Posterior:
 def _posterior_bytes(content: Content, kind: Posterior) -> bytes:
     if kind is Posterior.WEIGHT and content.weight_sigma is not None:
         return sigma_coder.encode(content, content.weight_sigma)
+    if kind is Posterior.TENSOR:
+        return bytes(content.sigma_codes or ())
     sigmas = content.centre_sigmas() if kind is Posterior.CENTRE else None
     return b"".join(map(coder.bytes_of, sigmas or ()))
 

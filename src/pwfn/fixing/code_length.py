@@ -2,16 +2,18 @@
 
 The file codes a weight by what is near it (see docs/format.md). Here a weight's context is the expected size
 of its magnitude, from the mean magnitudes of its filter and of its input channel, and each context has one
-table of probabilities for the whole network. The file's coder knows more, so the sum is above the coded
-bytes, the more so the sparser the network.
+table of probabilities for the whole network. The file's coder knows more, above all the signs of neighbours,
+so the sum is 6 to 11 % above the coded bytes for a ResNet. A small or very sparse network can cost more than
+the sum: the coder starts without tables.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pwfn.layout import Layout
 
@@ -42,6 +44,38 @@ class CodeLength(NamedTuple):
         flat = self.lengths.reshape(-1)
         low = flat[at]
         return low + (magnitude - below) * (flat[at + 1] - low)
+
+    def total(self, levels: Tensor) -> Tensor:
+        """The sum of :meth:`bits`, with the same gradient in about half the time.
+
+        >>> table = CodeLength(torch.arange(41.0)[None], torch.zeros(2, dtype=torch.uint8))
+        >>> table.total(torch.tensor([-1.25, 3.0])).item()
+        4.25
+        """
+        found: Tensor = _Total.apply(levels, self.lengths, self.contexts)  # type: ignore[no-untyped-call]  # torch's own
+        return found
+
+
+class _Total(torch.autograd.Function):
+    """On every piece the length is ``intercept + slope |u|``: one look into each table, no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, levels: Tensor, lengths: Tensor, contexts: Tensor) -> Tensor:
+        """Bits of all weights."""
+        slopes = F.pad(lengths.diff(dim=1), (0, 1))
+        intercepts = lengths - slopes * torch.arange(LARGEST + 1, device=lengths.device)
+        magnitude = levels.abs()
+        below = magnitude.clamp(max=LARGEST - 1).to(torch.int32)
+        at = torch.add(contexts, below, alpha=len(lengths))  # of the transposed tables
+        slope = slopes.T.reshape(-1)[at]
+        ctx.save_for_backward(slope * levels.sign())
+        return intercepts.T.reshape(-1)[at].sum() + torch.dot(slope, magnitude)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The slopes, with the levels' signs."""
+        (signed,) = ctx.saved_tensors
+        return gradient * signed, None, None
 
 
 @torch.no_grad()
@@ -75,14 +109,3 @@ def _contexts(levels: Tensor, shape: tuple[int, ...]) -> Tensor:
     expected = expected / mean((0, 1, 2), magnitude.numel())
     places = (2 * (expected.log2() + _OCTAVES)).round().clamp(0, _CONTEXTS - 2)
     return places.to(torch.uint8)[..., None].expand(magnitude.shape).reshape(-1)
-
-
-def entropy_bits(levels: Tensor) -> float:
-    """Entropy per weight of all levels together.
-
-    >>> entropy_bits(torch.tensor([0.0, 1.0, 0.0, -1.0]))
-    1.5
-    """
-    counts = torch.unique(levels, return_counts=True)[1].double()
-    share = counts / counts.sum()
-    return abs(float((share * share.log2()).sum()))

@@ -47,7 +47,6 @@ def fix_round(
     b: int | None = 7,
     delta: float = 1.0,
     omega_max: int = 4,
-    zero_threshold: float = 0.0,
     sweep: float | None = None,
     distance_floor: float = 2**-30,
 ) -> FixResult:
@@ -70,8 +69,6 @@ def fix_round(
             times the (lower) median sigma of the free weights.
         delta: first threshold, in sigmas.
         omega_max: largest number of powers of two in a centre, 1 to 6.
-        zero_threshold: where above 0 and nothing is fixed yet, all weights within this many sigmas of 0
-            are set to 0 first. They count towards the fraction, and may be more than it asks for.
         sweep: once delta would double past it, each weight still needed goes to its own nearest candidate
             of order omega_max, smallest D first, its sigma capped at ``2^-b / 4``.
         distance_floor: smallest sigma used in D.
@@ -81,24 +78,17 @@ def fix_round(
     >>> done.mu.tolist()[1:3], done.steps[0].centre, done.steps[0].count
     ([0.25, 0.25], 0.25, 2)
     """
-    rule = _check_settings(rule, b, delta, omega_max, zero_threshold, sweep, distance_floor)
+    rule = _check_settings(rule, b, delta, omega_max, sweep, distance_floor)
     _check(mu, sigma, fixed, fraction)
     mu, sigma, fixed = (
         tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (mu, sigma, fixed)
     )
     steps: list[FixStep] = []
-    already = int(fixed.count_nonzero())
-    needed = target_count(mu.numel(), fraction) - already
+    needed = target_count(mu.numel(), fraction) - int(fixed.count_nonzero())
     if needed <= 0:
         return FixResult(mu, sigma, fixed, steps)
 
     free = FreeWeights(mu, sigma, fixed, rule=rule, b=b, omega_max=omega_max, distance_floor=distance_floor)
-    if zero_threshold and not already:
-        near, chosen = free.within(0.0, zero_threshold)
-        if chosen.length > 0:
-            free.fix(near, chosen, 0.0)
-            steps.append(FixStep(0.0, 1, zero_threshold, chosen.length))
-            needed -= chosen.length
     omega = 1
     while needed > 0:
         centre, interval = free.most_popular(omega)
@@ -121,7 +111,6 @@ _NUMBERS = {
     "b": Number(0, 30, whole=True, optional=True),
     "delta": Number(0, above_low=True),
     "omega_max": Number(1, 6, whole=True),
-    "zero_threshold": Number(0),
     "sweep": Number(0, above_low=True, optional=True),
     "distance_floor": Number(0, above_low=True),
 }

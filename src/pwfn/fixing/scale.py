@@ -13,21 +13,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pwfn.fixing.condition import damped
 from pwfn.fixing.lanes import Inputs, sharing_copy
-from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
+from pwfn.fixing.links import Link, exact, find_links, tensors_in
+from pwfn.fixing.operations import Normalisation, Product, Watch, Weights
 from pwfn.layout import Layout
 
 POWER = 0.25
@@ -79,7 +78,7 @@ def scale_filters(
     weights = Weights(model, layout)
     network = sharing_copy(model).eval()
     with _without_gradients(model):
-        links, others, before = _links(network, weights, layout, batches[0])
+        links, others, before = find_links(network, weights, layout, batches[0])
         curvatures = _curvatures(network, weights, [*links, *others], batches, score)
     links, others = ([link for link in some if link.layer in curvatures] for some in (links, others))
     rows, fixed = ([curvatures[link.layer] for link in some] for some in (links, others))
@@ -88,20 +87,69 @@ def scale_filters(
     alike = [h.mean().expand_as(h) for h in fixed]
     if not links or not gain_bits([*rows, *alike], [*columns, *(o.columns for o in others)]) >= SMALLEST_GAIN:
         return 0
-    with torch.no_grad():
-        changes: list[tuple[Tensor, Tensor]] = []
-        factors = _factors(rows, columns, power)
-        common = _common_factor(rows, columns, factors, fixed, [other.columns for other in others])
-        for link, s in zip(links, factors, strict=True):
-            changes += _scaled(weights, link.product, model.get_submodule(link.layer), common * s)
-        kept = [tensor.clone() for tensor, _ in changes]
-        for tensor, new in changes:
-            tensor.copy_(new)
-        if not _same(batches[0].through(network, "the first images"), before):
-            for (tensor, _), old in zip(changes, kept, strict=True):
-                tensor.copy_(old)
-            return 0
-    return sum(len(h) for h in rows)
+    factors = _factors(rows, columns, power)
+    common = _common_factor(rows, columns, factors, fixed, [other.columns for other in others])
+    return _scale(model, network, weights, links, [common * s for s in factors], batches[0], before)
+
+
+def even_layers(model: nn.Module, layout: Layout, batch: Inputs, power: float = 1.0) -> int:
+    """Scale whole layers that BatchNorm follows, in place, to one size; returns the number of filters.
+
+    The weights of layer l are multiplied by ``s = (rms / rms_l)^power``, with the root mean square of all
+    these layers together and of the layer alone. As with :func:`scale_filters` the network remains the
+    same function. On a coarse grid no layer is then all zero while another keeps most of its weights.
+
+    >>> from pwfn.bayes.batches import Batch
+    >>> layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    >>> model = nn.Sequential(layers[0], nn.BatchNorm1d(1), layers[1], nn.BatchNorm1d(1)).eval()
+    >>> _ = model[0].weight.data.fill_(0.5), model[2].weight.data.fill_(-8.0)
+    >>> even_layers(model, Layout.of(model), Batch((torch.ones(1, 1),), {}, None))
+    2
+    >>> round(model[0].weight.item(), 2), round(model[2].weight.item(), 2)
+    (5.67, -5.67)
+    """
+    weights = Weights(model, layout)
+    network = sharing_copy(model).eval()
+    with _without_gradients(model):
+        links, _, before = find_links(network, weights, layout, batch)
+    squares = [weights.memory(link.product.weight.entry).double().square() for link in links]
+    each = [float(square.mean()) for square in squares]
+    links, each = [link for link, e in zip(links, each, strict=True) if e], [e for e in each if e]
+    if not links:
+        return 0
+    count = sum(square.numel() for square in squares)
+    whole = sum(float(square.sum()) for square in squares) / count
+    factors = [
+        torch.full((link.product.positions()[..., 0].numel(),), (whole / own) ** (power / 2))
+        for link, own in zip(links, each, strict=True)
+    ]
+    return _scale(model, network, weights, links, factors, batch, before)
+
+
+@torch.no_grad()
+def _scale(
+    model: nn.Module,
+    network: nn.Module,
+    weights: Weights,
+    links: Sequence[Link],
+    factors: Sequence[Tensor],
+    batch: Inputs,
+    before: Any,
+) -> int:
+    """Scale filters in place, one tensor of factors per layer; nothing where the outputs change by it."""
+    changes: list[tuple[Tensor, Tensor]] = []
+    for link, factor in zip(links, factors, strict=True):
+        changes += _scaled(weights, link.product, model.get_submodule(link.layer), factor)
+    kept = [tensor.clone() for tensor, _ in changes]
+    for tensor, new in changes:
+        tensor.copy_(new)
+    with exact():
+        after = batch.through(network, "the first images")
+    if not _same(after, before):
+        for (tensor, _), old in zip(changes, kept, strict=True):
+            tensor.copy_(old)
+        return 0
+    return sum(len(factor) for factor in factors)
 
 
 def gain_bits(curvatures: Sequence[Tensor], columns: Sequence[int]) -> float:
@@ -184,89 +232,10 @@ def _scaled(weights: Weights, product: Product, layer: Any, factor: Tensor) -> l
     return changes
 
 
-@dataclass(frozen=True)
-class _Link:
-    """A layer, and where its output can be seen: mostly at the one BatchNorm layer that it goes to."""
-
-    product: Product  # without its inputs
-    layer: str  # name of the BatchNorm layer or, where nothing is scaled, of its own module
-    columns: int  # weights per filter
-
-
-@torch.no_grad()
-def _links(
-    network: nn.Module, weights: Weights, layout: Layout, batch: Inputs
-) -> tuple[list[_Link], list[_Link], Any]:
-    """The layers that may be scaled, other linear layers and convolutions, and the network's output."""
-    with _Trace(weights) as trace:
-        output = batch.through(network, "the first images")
-    trace.note(output, None)  # what the network returns is used, too
-
-    def own(place: Place | None) -> bool:
-        """Whether a whole parameter is used once."""
-        if place is None:
-            return True
-        entry = layout.entries[place.entry]
-        return trace.entries[place.entry] == 1 and math.prod(place.shape) == entry.size and not entry.aliases
-
-    links = []
-    for product, uses in trace.uses:
-        if own(product.weight) and own(product.bias) and len(uses) == 1:
-            use = uses[0]
-            if isinstance(use, Normalisation) and trace.layers[use.layer] == 1:
-                links.append(_Link(product, use.layer, product.positions().shape[-1]))
-    products = {layout.entries[product.weight.entry].name: product for product, _ in trace.uses}
-    for link in links:
-        del products[layout.entries[link.product.weight.entry].name]
-    others = [
-        _Link(products[f"{name}.weight"], name, products[f"{name}.weight"].positions().shape[-1])
-        for name, module in network.named_modules()
-        if isinstance(module, (nn.Linear, _ConvNd)) and f"{name}.weight" in products
-    ]
-    return links, others, output
-
-
-class _Trace(TorchDispatchMode):
-    """Within the block, notes what becomes of the outputs of compressed layers."""
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch: its decorator has no types
-        self._weights = weights
-        self._outputs = WeakTensorKeyDictionary()  # those that still exist, with their place in uses
-        self.uses: list[tuple[Product, list[Product | Normalisation | None]]] = []
-        self.entries: Counter[int] = Counter()  # calls by weight or bias
-        self.layers: Counter[str] = Counter()  # calls by BatchNorm layer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operation, and carry it out."""
-        found = self._weights.recognise(func._schema.name, args)
-        self.note((args, kwargs), found)
-        output = func(*args, **(kwargs or {}))
-        if isinstance(found, Normalisation):
-            self.layers[found.layer] += 1
-        elif found is not None:
-            self.entries.update(place.entry for place in (found.weight, found.bias) if place is not None)
-            if found.convolution is not None:
-                has_bias = args[2] is not None
-            else:
-                has_bias = func._schema.name == "aten::addmm"
-            if has_bias == (found.bias is not None):  # another bias could not be scaled
-                self._outputs[output] = len(self.uses)
-                self.uses.append((replace(found, inputs=found.inputs.new_empty(0)), []))
-        return output
-
-    def note(self, values: object, use: Product | Normalisation | None) -> None:
-        """Tensors among ``values`` are used."""
-        for tensor in _tensors(values):
-            number = self._outputs.get(tensor)
-            if number is not None:
-                self.uses[number][1].append(use)
-
-
 def _curvatures(
     network: nn.Module,
     weights: Weights,
-    links: Sequence[_Link],
+    links: Sequence[Link],
     batches: Sequence[Inputs],
     score: Callable[[Any], Tensor],
 ) -> dict[str, Tensor]:
@@ -317,7 +286,7 @@ def conditional_square(moments: Tensor) -> Tensor:
 class _Sums:
     """What curvatures are made of, over several passes."""
 
-    def __init__(self, links: Sequence[_Link], passes: int) -> None:
+    def __init__(self, links: Sequence[Link], passes: int) -> None:
         self._links, self._passes = {link.product.weight.entry: link for link in links}, passes
         self.gradients: dict[str, Tensor] = {}  # squares, over examples and positions
         self.moments: dict[str, Tensor] = {}
@@ -328,7 +297,7 @@ class _Sums:
         """A forward pre-hook of a BatchNorm layer."""
         self._add_gradient(layer, next(iter((*args, *kwargs.values()))), 1)
 
-    def at_output(self, link: _Link, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def at_output(self, link: Link, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """A forward hook of another layer."""
         form = link.product.convolution
         self._add_gradient(link.layer, output, output.dim() - (1 if form is None else 1 + len(form.kernel)))
@@ -361,7 +330,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _same(output: Any, before: Any) -> bool:
     """Whether two outputs are equal up to rounding."""
-    own, old = list(_tensors(output)), list(_tensors(before))
+    own, old = list(tensors_in(output)), list(tensors_in(before))
     if not old or [tensor.shape for tensor in own] != [tensor.shape for tensor in old]:
         return False
     return all(
@@ -369,19 +338,6 @@ def _same(output: Any, before: Any) -> bool:
         for a, b in zip(own, old, strict=True)
         if b.numel()
     )
-
-
-def _tensors(values: object) -> Iterator[Tensor]:
-    """Every tensor of nested tuples, lists, mappings and dataclasses."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors(list(values.values()))
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
-    elif is_dataclass(values) and not isinstance(values, type):
-        yield from _tensors([getattr(values, field.name) for field in fields(values)])
 
 
 @contextmanager

@@ -129,15 +129,6 @@ class FreeWeights:
             near.clear()  # its memory, before the wider window takes more
             distances.clear()
 
-    def within(self, centre: float, reach: float) -> tuple[list[Near], Cut]:
-        """All free weights with D at most ``reach`` to a centre of order 1."""
-        if self._set_grid(1):
-            self._votes = self._count()
-        above, to, _ = self._window(centre, reach)
-        near = self._near(centre, above, to)
-        count = sum(int((part.distance <= reach).count_nonzero()) for part in near)
-        return near, Cut(reach, count, count)
-
     def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
         """Move the chosen ones to the centre; their sigma becomes the spread of the means just moved."""
         moving = list(taken(near, chosen))

@@ -1,4 +1,4 @@
-"""Unique values of a long vector that has few of them, without sorting it."""
+"""Unique values of a long vector that has few of them, without sorting it, and their entropy."""
 
 from __future__ import annotations
 
@@ -40,3 +40,22 @@ def unique_counts(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     book, index = unique(values)
     return book, torch.bincount(index, minlength=book.numel())
+
+
+def entropy_bits(values: Tensor) -> float:
+    """Entropy of the values in one pool, ``-sum p log2 p``, in bits per element.
+
+    >>> entropy_bits(torch.tensor([0.5, 0.5, 0.25, -0.25]))
+    1.5
+    """
+    return entropy_of(unique_counts(values.reshape(-1))[1])
+
+
+def entropy_of(counts: Tensor) -> float:
+    """Entropy of a pool in which values occur so often, in bits per element; no count may be 0.
+
+    >>> entropy_of(torch.tensor([2, 1, 1]))
+    1.5
+    """
+    p = counts.double() / counts.sum().clamp(min=1)
+    return float(-(p * p.log2()).sum()) + 0.0  # + 0.0: never -0.0

@@ -1,6 +1,6 @@
 """Checkpoints: a run's progress on disk, when it is written, and how a signal ends the run.
 
-A checkpoint file is ``PWFNCKP6``, the SHA-256 of what follows, and a torch archive of plain values and
+A checkpoint file is ``PWFNCKP7``, the SHA-256 of what follows, and a torch archive of plain values and
 tensors. It is read with ``weights_only``, so that nothing in it is ever executed.
 """
 
@@ -25,7 +25,7 @@ from pwfn.errors import FileError, PwfnError
 from pwfn.file.storage import make_folder, replacing
 from pwfn.progress import Progress
 
-_NAME, _VERSION = b"PWFNCKP", b"6"
+_NAME, _VERSION = b"PWFNCKP", b"7"
 _MAGIC = _NAME + _VERSION
 _KEPT = 2
 

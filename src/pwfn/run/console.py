@@ -88,6 +88,8 @@ class ConsoleView(View):
         """Move the bars; elsewhere, print a line if there was none for a minute."""
         self._bars.update(self._run, completed=now.done)
         text = f"{now.stage}: step {now.step:,} of {now.steps:,}, loss {now.loss:.4f}"
+        if now.rate_bytes is not None:
+            text += f", {now.rate_bytes:,.0f} bytes"
         if math.isnan(now.loss):
             text = f"{now.stage}: layer {now.step:,} of {now.steps:,}"
         if now.step == now.steps:

@@ -34,7 +34,7 @@ class RunOptions:
     resume: bool = False
     checkpoint_minutes: float = 10.0
     tensorboard: bool = False
-    posterior: str | None = None  # what the file stores of it: centre (None), weight or none
+    posterior: str | None = None  # which sigmas the file stores: tensor, centre, weight or none
     eval_data: str | None = None  # a source to score on, instead of the test images of data
 
 
@@ -46,18 +46,17 @@ class TrustOptions:
     (False, True)
     """
 
-    samples: int = 0  # draws of the ensemble
+    samples: int | None = None  # draws of the ensemble; None: 20 where a predictive sigma was fitted, else 0
     seed: int = 0  # of the draws
     original: str | None = None  # the weights before compression: a file, or "pretrained"
     ood: tuple[str, ...] = ()  # out-of-distribution data, by name
     sigma_scale: float = 1.0
     out: Path | None = None  # a file for the table of rivals, as JSON
-    recalibrate: int = 0  # training batches for the BatchNorm statistics of each draw; 0: not recalibrated
 
     @property
     def wanted(self) -> bool:
         """Whether anything is asked."""
-        return bool(self.samples or self.ood or self.original or self.out or self.recalibrate)
+        return bool(self.samples or self.ood or self.original or self.out)
 
 
 def settings(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.objective import Objective, divergence
+from pwfn.bayes.predictive import fit_posterior
 from pwfn.config import Precision
 from pwfn.errors import DataError, FileError
 from pwfn.evaluate import calibration
@@ -96,6 +97,51 @@ def open_file(path: Path, options: RunOptions, seed: int) -> OpenFile:
     data = open_source(options.data, images)
     labelled = check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
     return OpenFile(compressed, network, data, labelled, images, alone)
+
+
+def open_files(paths: Sequence[Path], options: RunOptions, seed: int) -> list[OpenFile]:
+    """Several files whose networks take the same images; the data are opened once."""
+    first = open_file(paths[0], options, seed)
+    found = [first]
+    for path in paths[1:]:
+        compressed = load(path)
+        network = network_of(compressed, options.model)
+        preparation = preparation_of(compressed, options.model, network)
+        if preparation != preparation_of(first.compressed, options.model, first.network):
+            raise DataError(f"{path}: takes images that are prepared otherwise than for {paths[0]}")
+        place = first.distributed.device
+        check_classes(compressed.apply_to(network).to(place), first.data, place)
+        found.append(replace(first, compressed=compressed, network=network))
+    return found
+
+
+def fit_file(
+    path: Path, out: Path, options: RunOptions, *, seed: int = 0, original: str | None = None
+) -> dict[str, Any]:
+    """Fit the predictive sigma of a file on training data by name, and write the file with it to ``out``.
+
+    With ``options.holdout``, on training images that the network has not seen; see
+    :func:`pwfn.fit_posterior`.
+    """
+    compressed = load(path)
+    network = network_of(compressed, options.model)
+    alone = distributed_for(options.device, alone=True)
+    preparation = preparation_of(compressed, options.model, network)
+    data = open_source(options.data, data_options(options, preparation, seed, alone))
+    check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
+    unseen = options.holdout > 0
+    fitted = fit_posterior(
+        *(compressed, network, data.test if unseen else data.train),
+        original=original_of(compressed, options.model, original) if original is not None else None,
+        unseen=unseen,
+        seed=seed,
+    )
+    size = fitted.save(out)
+    more = size - path.stat().st_size
+    sentence = f"{out}: {size:,} bytes ({more:+,}); posterior: {fitted.posterior_sentence}"
+    found = fitted.tensor_sigma
+    sigma = [] if found is None else found.tolist()
+    return {"file": str(out), "file_bytes": size, "sigma": sigma, "sentence": sentence}
 
 
 def file_facts(file: OpenFile, path: Path, model: str = "", original: str | None = None) -> dict[str, Any]:

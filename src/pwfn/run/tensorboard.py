@@ -42,11 +42,12 @@ class TensorBoard(View):
         self._before = sum(earlier.steps for earlier in done)
 
     def step(self, now: StepEvent) -> None:
-        """Add the mean loss since the last point, and the learning rate."""
+        """Add the mean loss since the last point, the learning rate and the rate."""
         self._losses.append(now.loss)
         if now.done - self._point < _SHARE and now.step < now.steps:
             return
         figures = {"train/loss": statistics.fmean(self._losses), "train/learning_rate": now.learning_rate}
+        figures |= {"train/rate_bytes": now.rate_bytes} if now.rate_bytes is not None else {}
         self._add(self._before + now.step, figures)
         self._losses, self._point = [], now.done
 

@@ -32,6 +32,7 @@ from pwfn.fixing.condition import dyadic, next_dyadic
 from pwfn.fixing.lockstep import Conditioning
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
 from pwfn.fixing.scale import scale_filters
+from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import Layout, held, untouched
 
 # Bytes of inputs that pass through the network together. On a CPU few are faster: caches hold them.
@@ -310,11 +311,7 @@ def _divided(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 def _bits(layout: Layout, values: Tensor) -> float:
     """Entropy per weight, each tensor with its own frequencies."""
-    total = 0.0
-    for entry in layout.entries:
-        counts = torch.unique(values[entry.span], return_counts=True)[1].double()
-        total -= float((counts * (counts / entry.size).log2()).sum())
-    return total / layout.size
+    return sum(entry.size * entropy_bits(values[entry.span]) for entry in layout.entries) / layout.size
 
 
 def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.method import Method, WeightState, register
+from pwfn.bayes.method import DataProbe, Method, WeightState, register
 from pwfn.bayes.network import check_finite
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
@@ -25,19 +25,22 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
 from pwfn.file.native import library
-from pwfn.fixing.code_length import CodeLength, code_length, entropy_bits
+from pwfn.fixing.code_length import CodeLength, code_length
 from pwfn.fixing.condition import dyadic, next_dyadic
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
+from pwfn.fixing.scale import even_layers
+from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import held, untouched
 
 _REFRESH = 50  # steps between two fits of the code's tables
-_MEASURE = 20  # refreshes between two encodings of the whole network, which show what the tables miss
+_MEASURE = 20  # refreshes between two encodings of the network, which show what the tables miss
+_EVEN = 0.5  # power by which layers before BatchNorm are brought to one size; 1: entirely
 _START = 1.25  # bits at the first step: those of the target times this; without a target, as such
 _LATENT_RATE = 10.0  # learning rate of the levels: this times training.learning_rate, in steps of the grid
 _GAIN, _DAMPING, _LARGEST_CHANGE = 0.5, 6.0, 0.3  # of log lambda per refresh
 _LOWEST, _HIGHEST = 1e-6, 1e3  # lambda, where a target cannot be reached
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
-_RECORD_BYTES = 200  # of a file: scores and what else a run notes in it beside its settings
+_SCORE_BYTES = 80  # of a file: the scores, which are not known in training
 _HALVINGS = 8
 _MOST_CUT = 0.01  # of the weights, set to zero after training without a word
 
@@ -102,13 +105,40 @@ class RateNetwork(Method):
         self._price, self._steps, self._coder_ratio = float(self.options.price), 0, 1.0
         self._last: float | None = None  # the excess at the last refresh
         self._grid = 1.0
-        self._rest_bytes, self._empty_bytes = self._rest() if self.settings.target.bytes else (0, 0)
+        self._empty_bytes = self._file_bytes(torch.zeros(self.layout.size), {})
+        some = (weights / root_mean_square(weights)).round()
+        self._rest_bytes = self._rest(some, self._index_bytes(some))
+        limit = self.settings.target.bytes
+        if limit is not None and self._index_goal <= 0:
+            raise ConfigError(
+                f"target.bytes is {limit:,}, and what is not compressed takes {self._rest_bytes:,} bytes "
+                "without any weight: give a larger target"
+            )
+        self._original = (None if self.frozen else copy.deepcopy(model),)  # out of reach of state_dict and to
         self._grid = self.grid_step = self._starting_step(weights)
         self.levels = nn.Parameter(weights / self._grid)
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=weights.device))
-        table = code_length(self.layout, self.levels.detach().round())
+        table = code_length(self.layout, levels := self.levels.detach().round())
+        self._measure(levels, _bytes(table, levels))
         self.register_buffer("lengths", table.lengths)
         self.register_buffer("contexts", table.contexts)
+
+    @torch.no_grad()
+    def start(self, probe: DataProbe) -> None:
+        """Bring the layers that BatchNorm follows closer to one size; the step is then found again."""
+        original, self._original = self._original[0], (None,)
+        batches = probe.examples(1)
+        if original is None or not batches:
+            return
+        model = original.to(self.device).eval()
+        if not even_layers(model, self.layout, batches[0], _EVEN):
+            return
+        self.model.load_state_dict(untouched(model, self.layout), strict=False)
+        weights = self.layout.gather(model)
+        self._grid = self.grid_step = self._starting_step(weights)
+        self.levels.copy_(weights / self._grid)
+        table = self._fit_tables(levels := self.levels.round())
+        self._measure(levels, _bytes(table, levels))
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +156,13 @@ class RateNetwork(Method):
         if self._steps % _REFRESH == 0:
             self._refresh()
         table = CodeLength(self.lengths, self.contexts)
-        return self._price / self.layout.size * table.bits(self.levels).sum()
+        return self._price / self.layout.size * table.total(self.levels)
+
+    @torch.no_grad()
+    def rate_bytes(self) -> float:
+        """The estimate times what the coder made of the last one, and what is not compressed."""
+        estimate = _bytes(CodeLength(self.lengths, self.contexts), self.levels.round())
+        return self._coder_ratio * estimate + self._rest_bytes
 
     def fix(self, fraction: float) -> FixRecord:
         """Round all weights. Where the target is missed by a little, more of the smallest go to zero.
@@ -138,9 +174,12 @@ class RateNetwork(Method):
         with torch.no_grad():
             check_finite(self.levels, self.layout, "level of")
             before = self.levels * self._grid
+            rounded = self.levels.round()
+            self._rest_bytes = self._rest(rounded, self._index_bytes(rounded))
             final = self._within_target()
             self.notes = self._cut(int(((self.levels.round() != 0) & (final == 0)).sum()))
             self.levels.copy_(final)
+            self._fit_tables(final)
             self.fixed.fill_(True)
             moves = relative_moves(before, self.levels * self._grid)
         step = FixStep(math.nan, 0, self._grid, self.layout.size)
@@ -165,23 +204,24 @@ class RateNetwork(Method):
 
     def get_extra_state(self) -> Tensor:
         """What the feedback knows, as JSON in a tensor of bytes."""
-        kept = [self._price, self._steps, self._coder_ratio, self._last, self._grid]
+        kept = [self._price, self._steps, self._coder_ratio, self._last, self._grid, self._rest_bytes]
         return torch.tensor(list(json.dumps(kept).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         """What the feedback knew."""
         kept = json.loads(bytes(state.tolist()))
-        self._price, self._steps, self._coder_ratio, self._last, self._grid = kept
-        self.grid_step = self._grid
+        self._price, self._steps, self._coder_ratio, self._last, self._grid, self._rest_bytes = kept
+        self.grid_step, self._original = self._grid, (None,)
 
     @torch.no_grad()
     def _refresh(self) -> None:
         """Fit the tables to the levels; with a target, adjust lambda by how far it is away."""
         levels = self.levels.round()
-        table = code_length(self.layout, levels)
-        self.lengths.copy_(table.lengths)
-        self.contexts.copy_(table.contexts)
-        excess = self._excess(levels, table)
+        table = self._fit_tables(levels)
+        estimate, refreshes = _bytes(table, levels), self._steps // _REFRESH
+        if refreshes % _MEASURE == 0 or refreshes.bit_count() == 1:  # powers of two: much changes at first
+            self._measure(levels, estimate)
+        excess = self._excess(levels, estimate)
         if excess is None or not math.isfinite(excess):
             return
         last = excess if self._last is None else self._last
@@ -190,14 +230,23 @@ class RateNetwork(Method):
         self._price = min(max(self._price, _LOWEST) * factor, _HIGHEST)
         self._last = excess
 
-    def _excess(self, levels: Tensor, table: CodeLength) -> float | None:
+    def _fit_tables(self, levels: Tensor) -> CodeLength:
+        table = code_length(self.layout, levels)
+        self.lengths.copy_(table.lengths)
+        self.contexts.copy_(table.contexts)
+        return table
+
+    def _measure(self, levels: Tensor, estimate: float) -> None:
+        """Compare the estimate with what the file's coder makes of the same levels; count the rest again."""
+        index = self._index_bytes(levels)
+        self._coder_ratio = index / max(estimate, 1.0)
+        self._rest_bytes = self._rest(levels, index)
+
+    def _excess(self, levels: Tensor, estimate: float) -> float | None:
         """Logarithm of the size over the target's; None without a target."""
         target = self.settings.target
         if target.bytes is not None:
-            estimate = float(table.bits(levels).double().sum()) / 8
-            if self._steps % (_REFRESH * _MEASURE) == _REFRESH:
-                self._coder_ratio = self._index_bytes(levels) / max(estimate, 1.0)
-            return math.log(max(self._coder_ratio * estimate, 1.0) / self._index_goal)
+            return math.log(max(self._coder_ratio * estimate, 1.0) / max(self._index_goal, 1.0))
         if target.bits is not None:
             return math.log(max(entropy_bits(levels), 1e-6) / (_MARGIN * target.bits))
         return None
@@ -219,7 +268,7 @@ class RateNetwork(Method):
         def rate(levels: Tensor) -> float:
             if target.bytes is None and target.bits is not None:
                 return entropy_bits(levels)
-            return float(code_length(self.layout, levels).bits(levels).double().sum()) / size
+            return 8 * _bytes(code_length(self.layout, levels), levels) / size
 
         first = dyadic(root_mean_square(weights))
         low, high = -64, 64  # places on the ladder; eight double the step
@@ -262,30 +311,26 @@ class RateNetwork(Method):
         return target.bits is None or entropy_bits(levels) <= target.bits
 
     def _index_bytes(self, levels: Tensor) -> int:
-        """Bytes of these weights in a file."""
+        """Bytes of these weights in a file, and of what the run notes there."""
         return self._file_bytes(levels, {}) - self._empty_bytes
 
-    def _rest(self) -> tuple[int, int]:
-        """Bytes of a file whose weights are all zero, with the uncompressed tensors and without them."""
+    def _rest(self, levels: Tensor, index: int) -> int:
+        """Bytes of a file with these weights, less those of the weights (``index``)."""
         model = copy.deepcopy(self.model)
         if self.settings.finish.shrinks:
             shrink_uncompressed(model, self.settings.finish)
-        nothing = torch.zeros(self.layout.size)
-        rest = self._file_bytes(nothing, untouched(model, self.layout)) + _RECORD_BYTES
-        limit = self.settings.target.bytes or 0
-        if _MARGIN * limit <= rest:
-            raise ConfigError(
-                f"target.bytes is {limit:,}, and what is not compressed takes {rest:,} bytes without any "
-                "weight: give a larger target"
-            )
-        return rest, self._file_bytes(nothing, {})
+        return self._file_bytes(levels, untouched(model, self.layout)) + _SCORE_BYTES - index
 
     def _file_bytes(self, levels: Tensor, rest: dict[str, Tensor]) -> int:
-        settings = {"settings": self.settings.to_dict()}
+        record = {"method": self.settings.method, "settings": self.settings.to_dict(), **self.record}
         # Without the compiled coder version 2 takes minutes; version 1 is an upper bound.
         version = 1 if library() is None else 2
-        return len(dumps(replace(self._compressed(levels, rest), record=settings), version=version))
+        return len(dumps(replace(self._compressed(levels, rest), record=record), version=version))
 
     def _compressed(self, levels: Tensor, rest: dict[str, Tensor]) -> Compressed:
         values = (levels.detach().round() * self._grid).to(self.layout.dtype)
         return Compressed.of(self.layout, held(self.layout, values), None, rest)
+
+
+def _bytes(table: CodeLength, levels: Tensor) -> float:
+    return float(table.bits(levels).double().sum()) / 8

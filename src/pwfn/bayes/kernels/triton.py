@@ -12,8 +12,8 @@ nor written, and the optimiser state has no entry for it: a program finds its pa
 of free weights before its block (``offsets``), and each weight its entry by those before it in the block.
 
 The launch does not change the results, except the last bits of the norm, which is summed by blocks. For that,
-a multiplication and an addition are fused where the code says ``fma`` and nowhere else: by itself the
-compiler would fuse some of them, depending on the size of the block.
+a multiplication and an addition are fused only where the code says ``fma``. The compiler alone would fuse
+some of them, depending on the size of the block.
 
 Coefficients (learning rates and the like) reach a kernel as float32, also where it computes in float64.
 """
@@ -35,8 +35,8 @@ from torch.autograd.graph import increment_version
 from pwfn.bayes.kernels.reference import BLOCK, SIGMA_FLOOR, wide
 
 try:  # Only the CUDA builds of torch bring Triton, and it has no types.
-    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
+    import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
 except ImportError:  # then nothing here is registered, but the module can still be imported and read
     triton = None
 

@@ -110,8 +110,7 @@ def measure(run: Run, folder: Path, *, device: str | None, commit: str | None) -
     network = network_of(compressed, run.network.name)
     layout = Layout.of(network)
     summary = summarise(layout, _values(compressed, layout, file))
-    has_posterior = compressed.weight_sigma is not None or compressed.centre_sigma is not None
-    drawn = ensemble_accuracy(file, run, device) if run.plan.samples and has_posterior else None
+    drawn = ensemble_accuracy(file, run, device) if run.plan.samples and compressed.drawable else None
     separate = own_codebooks(compressed, any(entry.attention for entry in layout.entries))
     if run.row.method == "baseline":  # as in the paper: what is not quantised has no codebook
         separate = dict.fromkeys(separate, "none")

@@ -1,8 +1,8 @@
 """How many products each weight takes part in, counted in one forward pass.
 
-The counter observes torch operations, not modules. So a weight that several layers share, that is split into
-q, k and v, or that a model multiplies by itself (``F.linear(x, other.weight)``) is counted wherever it is
-used. A weight is recognised by its memory, of which transposed, expanded and sliced tensors are views.
+The counter observes torch operations, not modules. A weight is counted in every operation that uses it, also
+if several layers share it, if it is split into q, k and v, or in ``F.linear(x, other.weight)``.
+A weight is recognised by its memory, of which transposed, expanded and sliced tensors are views.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How reliable predictions are: an ensemble against its rivals, out-of-distribution data, recalibration."""
+"""How reliable predictions are: an ensemble against its rivals, and out-of-distribution data."""

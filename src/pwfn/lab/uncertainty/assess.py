@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pwfn.errors import DataError
 from pwfn.evaluate import calibration as measures
 from pwfn.evaluate.calibration import Bin, at_limit, fit_temperature, tempered
-from pwfn.evaluate.ensemble import Predictions, Recalibrate, Score, ensemble, missing_probability, point
+from pwfn.evaluate.ensemble import Predictions, Score, ensemble, missing_probability, point
 from pwfn.file.compressed import Compressed
 
 _ROUNDING_NATS = 1e-9
@@ -158,8 +158,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def assess(
-    compressed: Compressed,
-    model: nn.Module,
+    compressed: Compressed | Sequence[Compressed],
+    model: nn.Module | Sequence[nn.Module],
     loader: Iterable[Any],
     *,
     original: nn.Module | None = None,
@@ -168,7 +168,6 @@ def assess(
     samples: int = 20,
     seed: int = 0,
     sigma_scale: float = 1.0,
-    recalibrate: Recalibrate | None = None,
     device: torch.device | str | None = None,
 ) -> Assessment:
     """Measure the original network, the point estimate and the ensemble, each with temperature scaling too.
@@ -176,7 +175,8 @@ def assess(
     ``model`` has the network's architecture; it gets the compressed weights and ends with the point
     estimate's. ``original`` has the weights before compression; without it its rows are left out. ``ood``
     holds out-of-distribution data by name; labels in it are ignored. The rest is as for
-    :func:`~pwfn.evaluate.ensemble.ensemble`; with 0 samples the ensemble's rows are left out.
+    :func:`~pwfn.evaluate.ensemble.ensemble`; with 0 samples the ensemble's rows are left out. Of several
+    networks the point estimate is the mean prediction of theirs.
 
     Temperatures are fitted on the ``calibration`` data, and all of ``loader`` is scored. Without it, half of
     the loader's examples fit temperatures, and all rivals are scored on the other half
@@ -191,8 +191,11 @@ def assess(
         return {name: predict(own, name) for name, own in data.items()}
 
     def draw(own: Iterable[Any], name: str) -> Predictions:
-        how: dict[str, Any] = {"sigma_scale": sigma_scale, "recalibrate": recalibrate, "name": name}
-        return ensemble(compressed, model, own, samples, seed, device, **how)
+        return ensemble(compressed, model, own, samples, seed, device, sigma_scale=sigma_scale, name=name)
+
+    def centres(own: Iterable[Any], name: str) -> Predictions:
+        networks = [compressed] if isinstance(compressed, Compressed) else compressed
+        return ensemble(networks, model, own, 0, device=device, name=name)
 
     found: dict[Rival, dict[str, Predictions]] = {}
     notes: list[str] = []
@@ -200,8 +203,7 @@ def assess(
         found[Rival.ORIGINAL] = each(lambda own, name: point(original, own, device, name=name))
     else:
         notes.append("rows of the original network are left out: its weights were not given")
-    compressed.apply_to(model)
-    found[Rival.POINT] = each(lambda own, name: point(model, own, device, name=name))
+    found[Rival.POINT] = each(centres)
     if samples:
         found[Rival.ENSEMBLE] = each(draw)
     else:

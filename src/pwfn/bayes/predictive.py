@@ -1,0 +1,303 @@
+"""The predictive sigma: the noise on the final weights whose mean prediction is the most likely.
+
+Training has a sigma of its own, the noise that rounding tolerates. This one is fitted after the last fixing,
+with every weight at its centre: one number per tensor, in a file one byte each.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched, device_of
+from pwfn.bayes.distributed import usable_device
+from pwfn.bayes.method import Method
+from pwfn.bayes.network import WeightNetwork, hollow_copy
+from pwfn.bayes.objective import Objective, autocast, class_scores, evaluating, is_logits
+from pwfn.bayes.randomness import seeded, undisturbed
+from pwfn.bayes.sigma import root_mean_square
+from pwfn.config import Config, Precision
+from pwfn.config.seeds import seed_from
+from pwfn.errors import DataError, cause
+from pwfn.file.compressed import Compressed
+from pwfn.file.content import codes_of, sigma_of
+
+LogLikelihood = Callable[[Any, Any], Tensor]
+"""A function of output and target: the log-probability of each example's target, in nats."""
+
+MIXED_SHARE = 0.75
+"""Of an example in the inputs of the fit; the rest is its neighbour. See :func:`fit_posterior`."""
+
+_STEPS, _DRAWS, _LEARNING_RATE = 64, 4, 0.15
+_EXAMPLES = 64  # per step; four draws of each are in memory together
+_CHECK_EXAMPLES, _CHECK_DRAWS = 1024, 8  # examples that are not in the fit, and draws for each
+_START, _LARGEST, _SMALLEST = 0.1, 2.0, 2.0**-8  # of sigma, in root mean squares of the tensor
+_SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125)  # of the fitted sigmas, tried in this order
+_ERRORS = 2.0  # standard errors by which draws must be better than the point estimate
+
+
+def fit_posterior(
+    compressed: Compressed,
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    original: nn.Module | None = None,
+    unseen: bool = False,
+    log_likelihood: LogLikelihood | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    precision: Precision | str = Precision.FP32,
+    before_batch: Callable[[], None] | None = None,
+) -> Compressed:
+    """The network with a predictive sigma for every tensor, fitted with all weights at their centres.
+
+    The sigmas s maximise the likelihood of the mean prediction of K draws (in nats, by Adam)::
+
+        sum_j log( 1/K sum_k p(y_j | x_j, w + s eps_k) )        eps_k ~ N(0, 1), in pairs eps, -eps
+
+    A network is sure of the examples that it was trained on, right or wrong: by their likelihood, the best
+    sigma is almost zero. So the inputs are mixed, ``0.75 x_j + 0.25 x_(j-1)``, with the target of the first.
+    Inputs that are whole numbers, such as tokens, stay as they are.
+
+    Then the sigmas are scaled down, to an eighth at most, as long as the likelihood of 1,024 examples that
+    were not in the fit rises, with 8 independent draws. If it is not higher than that of the point estimate
+    by two standard errors, every sigma is zero: there is no posterior worth drawing from.
+
+    Args:
+        compressed: the network; its values do not change.
+        model: any network of that architecture; it is not changed.
+        loader: training data, labelled unless ``original`` is given. The first 1,024 examples are for the
+            check, 64 of each of the 64 batches after them for the fit.
+        original: the network before compression. Its softmax output is then the target, not the labels.
+        unseen: True if the network was not trained on these data. Inputs are then not mixed.
+        log_likelihood: for networks that are no classifiers; by default ``log softmax`` at the target.
+        seed: of the noise. The same seed on the same machine gives the same bits.
+        device: where to run; the model's own unless given.
+        precision: of the forward and backward pass.
+        before_batch: called before every batch; it may raise.
+
+    >>> from pwfn.layout import Layout
+    >>> model = nn.Linear(1, 2, bias=False)
+    >>> small = Compressed.of(Layout.of(model), torch.tensor([4.0, -4.0]), None, {})
+    >>> data = [(torch.ones(16, 1), torch.arange(16) % 4 // 3) for _ in range(8)]  # wrong once in four
+    >>> fitted = fit_posterior(small, model, data, unseen=True)
+    >>> bool(fitted.sigma[0] > 1), fit_posterior(small, model, data[:4], unseen=True).posterior
+    (True, 'tensor')
+    """
+    where = usable_device(device) if device is not None else device_of(model)
+    place = compressed.apply_to(copy.deepcopy(model)).to(where)
+    likelihood = log_likelihood or class_log_likelihood
+    source = Source("data of the posterior", batched(loader), where)
+    target = _Target(original.to(where).eval() if original is not None else None, unseen, source.name)
+    with seeded(seed_from("posterior", seed), where), undisturbed(source):
+        net = DrawnNetwork(place, compressed)
+        job = _Fit(net, likelihood, target, Precision(precision), seed, before_batch or (lambda: None))
+        fit, check = _divided(source)
+        with evaluating(net):
+            codes = job.checked(job.fitted(fit), check) if check else (0,) * len(compressed.layout.entries)
+    return replace(compressed, sigma_codes=codes)
+
+
+def wants_posterior(net: Method, objective: Objective) -> bool:
+    """Whether a run fits a predictive sigma: for classifiers, unless training has fitted sigma itself."""
+    trains_sigma = net.has_posterior and net.settings.training.sigma_learning_rate is not None
+    return objective.classifies and not trains_sigma
+
+
+def run_posterior(
+    compressed: Compressed,
+    net: Method,
+    train: Source,
+    objective: Objective,
+    original: nn.Module,
+    before_batch: Callable[[], None] | None = None,
+) -> tuple[int, ...] | None:
+    """The predictive sigmas of a run's network as codes, where one is wanted and there are class scores."""
+    batch = next(train.batches(0), None) if wants_posterior(net, objective) else None
+    if batch is None or not is_logits(class_scores(batch.through(original, "the first batch"))):
+        return None
+    taught = objective.teacher is not None or batch.target is None
+    return fit_posterior(
+        *(compressed, original, train.loader),
+        original=original if taught else None,
+        seed=net.settings.seed,
+        precision=net.settings.training.precision,
+        before_batch=before_batch,
+    ).sigma_codes
+
+
+def class_log_likelihood(output: Any, target: Any) -> Tensor:
+    """``log softmax(output)`` at the target's class; for probabilities as target, their mean of it.
+
+    Classes lie along axis 1; class -100 counts as certain, so that it has no influence.
+
+    >>> class_log_likelihood(torch.zeros(1, 4), torch.tensor([2])).exp().item()
+    0.25
+    """
+    scores = class_scores(output)
+    if not is_logits(scores):
+        gave = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise DataError(f"the network gave {gave}, not one score per class: pass a log_likelihood of its own")
+    log_p = scores.float().log_softmax(1)
+    if target.is_floating_point():
+        return (target * log_p).sum(1)
+    return -F.nll_loss(log_p, target, reduction="none")
+
+
+class DrawnNetwork(WeightNetwork):
+    """The network with weights ``w + s eps``, one s per tensor; those of its centres without noise."""
+
+    values: Tensor
+
+    def __init__(self, model: nn.Module, compressed: Compressed) -> None:
+        nn.Module.__init__(self)
+        self.settings, self.layout, self.frozen = Config(), compressed.layout, []
+        self.model = hollow_copy(model, self.layout).requires_grad_(False)
+        self._place(False)
+        values = compressed.values()
+        self.register_buffer("values", values.to(device_of(model)), persistent=False)
+        whole = root_mean_square(values) or 1.0
+        self.units = torch.tensor([root_mean_square(values[e.span]) or whole for e in self.layout.entries])
+        self.sigma, self.noise = torch.zeros_like(self.units), torch.zeros(0)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.values.device
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of one pass, by name."""
+        if not self.noise.numel():
+            return self.layout.views(self.values)
+        triples = zip(
+            self.layout.pieces(self.values), self.sigma, self.layout.pieces(self.noise), strict=True
+        )
+        return self.layout.named([w + s * eps for w, s, eps in triples])
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The inputs of the fit, and what they should predict."""
+
+    original: nn.Module | None
+    unseen: bool
+    name: str
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Batch:
+        target = batch.target
+        if self.original is not None:
+            target = class_scores(batch.through(self.original, self.name)).float().softmax(1)
+        elif target is None:
+            raise DataError(f"{self.name} have no labels: give the network before compression as original=")
+        return replace(batch if self.unseen else batch.mixed(MIXED_SHARE), target=target)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    net: DrawnNetwork
+    likelihood: LogLikelihood
+    target: _Target
+    precision: Precision
+    seed: int
+    before_batch: Callable[[], None]
+
+    def fitted(self, batches: Iterator[Batch]) -> Tensor:
+        """One sigma per tensor, by the likelihood of mean predictions."""
+        units = self.net.units.to(self.net.device)
+        logs = torch.full_like(units, math.log(_START)).requires_grad_()
+        optimizer = torch.optim.Adam([logs], _LEARNING_RATE, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
+        for step in range(_STEPS):
+            self.before_batch()
+            optimizer.zero_grad()
+            batch = self.target(next(batches).first(_EXAMPLES))
+            # Pairs of opposite signs: what is linear in the noise cancels, and the gradient is less noisy.
+            draws = [sign * eps for eps in self._noise("fit", step, _DRAWS // 2) for sign in (1, -1)]
+            self.net.sigma = units * logs.exp()
+            (-self._log_p(batch, draws).sum() / batch.size).backward()
+            logs.grad = torch.nan_to_num(logs.grad) if logs.grad is not None else None
+            optimizer.step()
+            scheduler.step()
+            with torch.no_grad():
+                logs.clamp_(max=math.log(_LARGEST))
+        relative = logs.detach().exp()
+        return torch.where(relative < _SMALLEST, 0.0, relative).cpu() * self.net.units
+
+    @torch.no_grad()
+    def checked(self, sigma: Tensor, batches: Sequence[Batch]) -> tuple[int, ...]:
+        """The codes of the best scale of sigma, if it is better than the point estimate; else zeros."""
+        prepared = [self.target(batch) for batch in batches]
+        points = torch.cat([self._log_p(batch, []).double().reshape(-1) for batch in prepared])
+        best, before = (0,) * len(sigma), -math.inf
+        for scale in _SCALES:
+            codes = codes_of(scale * sigma)
+            self.net.sigma = sigma_of(codes).to(self.net.device, torch.float32)
+            drawn = []
+            for number, batch in enumerate(prepared):
+                self.before_batch()
+                drawn.append(self._log_p(batch, self._noise("check", number, _CHECK_DRAWS)))
+            gain = torch.cat([each.double().reshape(-1) for each in drawn]) - points
+            mean = float(gain.mean().nan_to_num(-math.inf))
+            if mean < before:  # smaller noise is no better any more
+                break
+            before = mean
+            if mean > _ERRORS * float(gain.std(correction=0)) / math.sqrt(len(gain)):
+                best = codes
+        return best
+
+    def _log_p(self, batch: Batch, draws: Sequence[Tensor]) -> Tensor:
+        """The log of the mean probability of each target; of the point estimate for no draws."""
+        logs = []
+        for noise in draws or [torch.zeros(0)]:
+            self.net.noise = noise
+            with autocast(self.net.device, self.precision):
+                output = batch.through(self.net, self.target.name)
+            try:
+                logs.append(self.likelihood(output, batch.target))
+            except BATCH_ERRORS as error:
+                raise DataError(
+                    f"{self.target.name}: the likelihood cannot take output and target: {cause(error)}"
+                ) from error
+        return torch.stack(logs).logsumexp(0) - math.log(len(logs))
+
+    def _noise(self, what: str, number: int, draws: int) -> list[Tensor]:
+        """Independent noise of each draw."""
+        device = self.net.device
+        generator = torch.Generator(device).manual_seed(seed_from("posterior", what, self.seed, number))
+        shape, dtype = self.net.values.shape, self.net.values.dtype
+        return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(draws)]
+
+
+def _parts(batch: Batch, count: int) -> Iterator[Batch]:
+    size = -(-batch.size // count)
+    return (batch.part(start, start + size) for start in range(0, batch.size, size))
+
+
+def _divided(source: Source) -> tuple[Iterator[Batch], list[Batch]]:
+    """Batches for the fit, without end, and others for the check; of one batch, a half each."""
+    batches, check = source.batches(0), []
+    length = len(source.loader) if isinstance(source.loader, Sized) else 0
+    for batch in batches:
+        check.append(batch)
+        if sum(each.size for each in check) >= _CHECK_EXAMPLES:
+            break
+    if length >= _STEPS + len(check):  # one pass is enough, and nothing else is kept in memory
+        return batches, check
+    found = check + list(itertools.islice(batches, _STEPS))
+    if len(found) == 1 and found[0].size > 1:
+        found = list(_parts(found[0], 2))
+    if not found:
+        raise DataError(f"{source.name} are empty: give at least one batch")
+    if len(found) == 1:  # one example: nothing is left to check a fit with
+        return iter(()), []
+    checks = max(min(len(check), len(found) // 4), 1)
+    return itertools.cycle(found[checks:]), found[:checks]

@@ -1,0 +1,200 @@
+"""The predictive sigma: known answers, zero where the data say so, and the same bytes for the same seed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import batchnorm_classifier, compressed_of, numbers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pwfn import Compressed, Config, DataError, Layout, compress, fit_posterior, load, loads
+from pwfn.bayes import predictive
+from pwfn.file.content import codes_of, sigma_of
+from pwfn.zoo.arrays import digits
+from pwfn.zoo.models import digits_resnet
+
+NOISE = 1.0  # of the linear model's targets
+
+
+def linear(spread: float, weights: Tensor, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Targets of a linear model whose weights differ from example to example by N(0, spread)."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(72):
+        x, own = torch.randn(2, 256, len(weights), generator=generator)
+        noise = torch.randn(256, generator=generator)
+        found.append((x, (x * (weights + spread * own)).sum(1) + NOISE * noise))
+    return found
+
+
+def log_normal(output: Tensor, target: Tensor) -> Tensor:
+    return torch.distributions.Normal(output.squeeze(1), NOISE).log_prob(target)
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
+def test_the_sigma_of_a_linear_gaussian_model_is_recovered(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predictive distribution is N(w x, 1 + sigma^2 x^2), whose likelihood is the oracle here."""
+    monkeypatch.setattr(predictive, "_DRAWS", 16)
+    monkeypatch.setattr(predictive, "_CHECK_DRAWS", 64)
+    weights = torch.tensor([1.5, -2.0])
+    model, data = nn.Linear(2, 1, bias=False), linear(spread, weights)
+    small = Compressed.of(Layout.of(model), weights, None, {})
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+
+    def cost(sigma: float) -> float:
+        scale = (NOISE**2 + sigma**2 * x.square().sum(1)).sqrt()
+        return -float(torch.distributions.Normal(x @ weights, scale).log_prob(y).mean())
+
+    best = min((2 ** (step / 16) for step in range(-48, 33)), key=cost)
+    assert abs(math.log2(best / spread)) < 0.1
+    fitted = fit_posterior(small, model, data, unseen=True, log_likelihood=log_normal)
+    assert fitted.tensor_sigma is not None
+    assert abs(math.log2(float(fitted.tensor_sigma[0]) / best)) < 0.35
+
+
+def test_zero_is_found_where_the_data_say_zero() -> None:
+    weights = torch.tensor([1.5, -2.0])
+    model = nn.Linear(2, 1, bias=False)
+    small = Compressed.of(Layout.of(model), weights, None, {})
+    fitted = fit_posterior(small, model, linear(0.0, weights), unseen=True, log_likelihood=log_normal)
+    assert fitted.sigma_codes == (0,)
+    assert (fitted.posterior, fitted.drawable) == ("tensor", False)
+    assert fitted.posterior_sentence == "no posterior worth drawing from"
+    again = loads(fitted.dumps())
+    assert again.sigma_codes == (0,)
+    assert torch.equal(again.sample()["weight"], small.dense_state_dict()["weight"])
+
+
+def overconfident(scale: float, seed: int = 0) -> tuple[nn.Module, list[Any]]:
+    """A classifier that is wrong once in four, and sure of itself by ``scale``."""
+    model, generator = nn.Linear(3, 3), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model.weight.copy_(scale * torch.eye(3))
+        model.bias.zero_()
+    data = []
+    for _ in range(24):
+        right = torch.randint(0, 3, (64,), generator=generator)
+        moved = (torch.rand(64, generator=generator) < 0.25).long()
+        data.append((F.one_hot(right, 3).float(), (right + moved) % 3))
+    return model, data
+
+
+def test_a_network_that_is_too_sure_gets_noise_and_a_modest_one_gets_none() -> None:
+    for scale, drawn in ((12.0, True), (1.0, False)):
+        model, data = overconfident(scale)
+        fitted = fit_posterior(compressed_of(model), model, data, unseen=True)
+        assert fitted.drawable is drawn
+
+
+def test_the_same_seed_gives_the_same_bytes_and_the_caller_is_left_alone() -> None:
+    model, small = batchnorm_classifier(0), compressed_of(batchnorm_classifier(0))
+    x = numbers(96, 4, seed=2)
+    data = list(zip(x.split(16), (torch.arange(96) % 3).split(16), strict=True))
+    before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    made = [fit_posterior(small, model, data, seed=seed).dumps() for seed in (3, 3, 4)]
+    assert made[0] == made[1]
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert loads(made[0]).content_sha256() != small.content_sha256()
+
+
+def test_a_draw_is_the_plain_formula() -> None:
+    small = compressed_of(batchnorm_classifier(0))
+    codes = tuple(170 + 3 * n for n in range(len(small.layout.entries)))
+    small = replace(small, sigma_codes=(0, *codes[1:]))
+    noise = torch.randn(small.layout.size, generator=torch.Generator().manual_seed(1))
+    assert small.sigma is not None
+    plain = small.layout.views(small.values() + small.sigma * noise)
+    drawn = small.sample(torch.Generator().manual_seed(1))
+    for name, value in plain.items():
+        torch.testing.assert_close(drawn[name], value)
+    first = small.layout.entries[0].name
+    assert torch.equal(drawn[first], small.dense_state_dict()[first])
+
+
+def test_codes_are_the_nearest_of_a_logarithmic_scale() -> None:
+    codes = tuple(range(256))
+    assert codes_of(sigma_of(codes)) == codes
+    sigma = torch.logspace(-7, 2, 50, dtype=torch.float64)
+    assert ((sigma_of(codes_of(sigma)) / sigma).log2().abs() <= 1 / 16 + 1e-9).all()
+
+
+def test_both_sigmas_are_kept_and_the_fitted_one_is_drawn_and_saved() -> None:
+    model = batchnorm_classifier(0)
+    trained = compressed_of(model, sigma=torch.ones(Layout.of(model).size))
+    both = replace(trained, sigma_codes=(192,) * len(trained.layout.entries))
+    assert both.sigma is not None
+    assert set(both.sigma.tolist()) == {0.5}
+    assert [loads(both.dumps(posterior=kind)).posterior for kind in (None, "weight", "centre", "none")] == [
+        *("tensor", "weight", "centre", "none")
+    ]
+    # One byte per tensor, and one for the block.
+    sizes = [len(both.dumps(posterior=kind)) for kind in ("tensor", "none")]
+    assert 0 < sizes[0] - sizes[1] < len(trained.layout.entries) + 16
+
+
+def test_data_without_labels_need_the_original_network() -> None:
+    model = batchnorm_classifier(0).eval()
+    small, x = compressed_of(model), numbers(64, 4, seed=2)
+    with pytest.raises(DataError, match="original="):
+        fit_posterior(small, model, x)
+    assert fit_posterior(small, model, x, original=model).posterior == "tensor"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [([], "empty"), ([(torch.ones(4, 4), torch.tensor([0]))] * 2, "likelihood")],
+)  # fmt: skip
+def test_data_that_will_not_do(data: list[Any], message: str) -> None:
+    model = batchnorm_classifier(0)
+    with pytest.raises(DataError, match=message):
+        fit_posterior(compressed_of(model), model, data)
+
+
+def test_one_example_is_too_few_to_check_a_fit() -> None:
+    model = batchnorm_classifier(0)
+    found = fit_posterior(compressed_of(model), model, [(torch.ones(1, 4), torch.tensor([0]))])
+    assert (found.posterior, found.drawable) == ("tensor", False)
+
+
+@pytest.mark.parametrize(
+    ("preset", "labelled", "kind"),
+    [("recommended", True, "tensor"), ("quick", False, "tensor"), ("quick", True, "tensor"),
+     ("small", True, "tensor"), ("paper", True, "weight")],
+)  # fmt: skip
+def test_every_preset_fits_one_except_the_papers_own(preset: str, labelled: bool, kind: str) -> None:
+    torch.manual_seed(0)
+    model, data = digits_resnet(), list(digits().train)[:6]
+    config = Config.preset(preset).override({"training.steps_per_epoch": 4})
+    result = compress(model, data if labelled else torch.cat([x for x, _ in data]), config=config)
+    assert result.compressed.posterior == kind
+    assert result.compressed.posterior_sentence in str(result)
+
+
+def test_a_regression_has_no_fitted_posterior() -> None:
+    data = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
+    config = Config().override({"posterior.init": "rms", "training.steps_per_epoch": 4})
+    result = compress(nn.Linear(4, 1), data, loss_fn=F.mse_loss, config=config)
+    assert result.compressed.sigma_codes is None
+
+
+def test_a_file_gets_a_posterior_by_command(tmp_path: Path, call: Any) -> None:
+    torch.manual_seed(0)
+    old, new = tmp_path / "old.pwfn", tmp_path / "new.pwfn"
+    compressed_of(digits_resnet()).save(old, record={"model": "digits_resnet"})
+    words = ("posterior", str(old), "--data", "digits", "--device", "cpu")
+    assert call(*words, "--out", str(new))[0] == 0
+    found = load(new)
+    assert found.posterior == "tensor"
+    assert torch.equal(found.values(), load(old).values())
+    assert call(*words, "--out", str(tmp_path / "again.pwfn"))[0] == 0
+    assert (tmp_path / "again.pwfn").read_bytes() == new.read_bytes()
+    assert "posterior: tensor" in call("inspect", str(new), "--no-zstd")[1]
