@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched, device_of
 from pwfn.bayes.distributed import usable_device
-from pwfn.bayes.method import Method
+from pwfn.bayes.method import Method, phases
 from pwfn.bayes.network import WeightNetwork, hollow_copy
 from pwfn.bayes.objective import Objective, autocast, class_scores, evaluating, is_logits
 from pwfn.bayes.randomness import seeded, undisturbed
@@ -107,9 +107,15 @@ def fit_posterior(
 
 
 def wants_posterior(net: Method, objective: Objective) -> bool:
-    """Whether a run fits a predictive sigma: for classifiers, unless training has fitted sigma itself."""
-    trains_sigma = net.has_posterior and net.settings.training.sigma_learning_rate is not None
-    return objective.classifies and not trains_sigma
+    """Whether a run fits a predictive sigma: where it trains a classifier, but not its sigma.
+
+    The fit costs about as much as a hundred passes over a thousand examples. Beside training that is little;
+    beside a run that trains nothing it is most of the time, so that such files get theirs when asked for.
+    """
+    settings = net.settings
+    trains = any(phase.epochs for phase in phases(settings))
+    trains_sigma = net.has_posterior and settings.training.sigma_learning_rate is not None
+    return objective.classifies and trains and not trains_sigma
 
 
 def run_posterior(

@@ -63,7 +63,10 @@ class Content:
     def posterior_sentence(self) -> str:
         """Which sigmas draws use, for readers."""
         if self.sigma_codes is None:
-            known = {"none": "none", "weight": "sigma of training, one per weight"}
+            known = {
+                "none": "none; pwfn.fit_posterior fits one",
+                "weight": "sigma of training, one per weight",
+            }
             return known.get(self.posterior, "sigma of training, one per value")
         drawn = sum(map(bool, self.sigma_codes))
         return f"fitted, {drawn} of {len(self.sigma_codes)} tensors are drawn" if drawn else NOTHING_TO_DRAW
