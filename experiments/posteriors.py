@@ -1,69 +1,83 @@
-"""Fit the predictive sigma of every file in a folder, and score its draws on the test images.
+"""Fit the predictive sigma of compressed files, and score their draws on the test images.
 
-python experiments/posteriors.py --data npz:data/cifar10.npz --out runs/posteriors
+python experiments/posteriors.py --data npz:data/cifar10.npz --out tables/posteriors
 
-Writes each file with its posterior, and `posteriors.json`: accuracy, NLL and ECE of point estimate and
-ensemble on all test images, both after a temperature on the fixed half, and bytes. The data must be those
-that the networks were trained on.
+scores every file of experiments/models; with ``--files``, those alone.
+
+Writes each file with its posterior to ``--out``; one line per file is appended to
+experiments/results/posteriors.jsonl. ``python experiments/results.py docs`` makes the table of
+docs/uncertainty.md. The training data must be those that the networks were trained on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pwfn.errors import DataError
 from pwfn.evaluate import calibration
 from pwfn.evaluate.ensemble import Predictions, ensemble
+from pwfn.lab.compare.runner import git_commit
+from pwfn.lab.compare.table import markdown
 from pwfn.lab.uncertainty.assess import split_in_half
 from pwfn.run.options import RunOptions
 from pwfn.run.scores import fit_file, open_file
 
-MODELS = Path(__file__).resolve().parent / "models"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "posteriors.jsonl"
+HEADS = ("file", "bytes", "for sigma", "top-1, %", "NLL", "ECE", "NLL, tempered", "fit, s")
 
 
 def main() -> None:
     """Fit and score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--files", type=Path, nargs="+", default=sorted(MODELS.glob("*.pwfn")))
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    every = sorted((HERE / "models").glob("*.pwfn"))
+    parser.add_argument("--files", type=Path, nargs="+", default=every)
+    parser.add_argument("--data", required=True, help="as for `pwfn evaluate`: npz:data/cifar10.npz")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the files with a posterior")
     parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=None)
+    parser.add_argument("--commit", default=None, help="of the code, if it is not in a git checkout")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    found = []
     for path in options.files:
-        found.append(study(path, options))
-        print(json.dumps(found[-1]), flush=True)
-        (options.out / "posteriors.json").write_text(json.dumps(found, indent=1) + "\n")
+        facts = json.dumps(study(path, options))
+        print(facts, flush=True)
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(facts + "\n")
 
 
 def study(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One file: its fit, and its scores."""
     how = RunOptions("", options.data, options.out, "", device=options.device)
     started = time.perf_counter()
-    facts = fit_file(path, options.out / path.name, how)
+    facts = fit_file(path, options.out / path.name, how, seed=options.seed)
     seconds = time.perf_counter() - started
-    file = open_file(options.out / path.name, how, 0)
+    file = open_file(options.out / path.name, how, options.seed)
     rows = {}
-    for name, samples in (("point estimate", 0), ("ensemble", options.samples)):
+    for name, samples in (("point", 0), ("ensemble", options.samples)):
         predicted = ensemble([file.compressed], file.network, file.data.test, samples)
         rows[name] = scores(predicted)
-    more = facts["file_bytes"] - path.stat().st_size
-    drawable = file.compressed.drawable
     return {
-        "name": path.stem,
-        "file_bytes": facts["file_bytes"],
-        "more_bytes": more,
-        "drawable": drawable,
-        "fit_seconds": round(seconds, 1),
+        "file": path.name,
+        "bytes": facts["file_bytes"],
+        "sigma_bytes": len(file.compressed.layout.entries),
+        "drawable": file.compressed.drawable,
         "samples": options.samples,
-        "sigma": facts["sigma"],
+        "seed": options.seed,
+        "fit_seconds": round(seconds, 1),
         **rows,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "commit": options.commit or git_commit(Path(__file__)),
     }
 
 
@@ -76,13 +90,39 @@ def scores(found: Predictions) -> dict[str, float]:
     temperature = calibration.fit_temperature(log_p[fitted], targets[fitted])
     scaled = calibration.tempered(log_p[scored], temperature)
     return {
+        "images": len(targets),
         "accuracy": calibration.accuracy(found.probabilities, targets),
         "nll": calibration.negative_log_likelihood(log_p, targets),
         "ece": calibration.calibration_error(found.probabilities, targets),
-        "nll_half": calibration.negative_log_likelihood(log_p[scored], targets[scored]),
         "nll_half_tempered": calibration.negative_log_likelihood(scaled, targets[scored]),
         "temperature": temperature,
     }
+
+
+def table(path: Path = RESULTS) -> list[str]:
+    """The table of docs/uncertainty.md: point estimate → ensemble."""
+    if not path.exists():
+        return ["Not measured yet."]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for own in lines:
+        both = (own["point"], own["ensemble"])
+        top1 = " → ".join(f"{100 * scores['accuracy']:.2f}" for scores in both)
+        others = [
+            " → ".join(f"{scores[key]:.3f}" for scores in both) for key in ("nll", "ece", "nll_half_tempered")
+        ]
+        fit = f"{own['fit_seconds']:.0f}"
+        rows.append((f"`{own['file']}`", f"{own['bytes']:,}", f"{own['sigma_bytes']}", top1, *others, fit))
+    machines = sorted(
+        {f"{own['device']}, {own['threads']} threads, torch {own['versions']['torch']}" for own in lines}
+    )
+    commits = sorted({own["commit"][:10] for own in lines})
+    return [
+        *markdown(HEADS, rows),
+        "",
+        f"Point estimate → mean of {lines[0]['samples']} draws, {lines[0]['point']['images']:,} test images, "
+        f"seed {lines[0]['seed']}. Measured on: {'; '.join(machines)}, commit {', '.join(commits)}.",
+    ]
 
 
 if __name__ == "__main__":
