@@ -24,6 +24,7 @@ import few_images
 import figures
 import files
 import imagenet
+import posteriors
 import targets
 import uncertainty_table
 from archive import Archive
@@ -178,7 +179,10 @@ def pages(archive: Archive) -> dict[Path, str]:
     made |= {archive.folder(name) / "table.md": archive.table(name) for name in archive.names}
     results = archive.experiments / "results"
     blocks = {
-        "docs/uncertainty.md": {"uncertainty": uncertainty_table.table(results / "uncertainty")},
+        "docs/uncertainty.md": {
+            "posteriors": posteriors.table(results / "posteriors.jsonl"),
+            "uncertainty": uncertainty_table.table(results / "uncertainty"),
+        },
         "docs/results.md": {"files": files.table(results / "files.jsonl")},
         "docs/imagenet.md": {
             "imagenet steps": imagenet.steps(results / "imagenet_steps.jsonl"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import Any
 
 import figures
 import imagenet
+import posteriors
 import pytest
 import results
 import targets
+import torch
 from archive import Archive
 from targets import Target
 
 from pwfn import Config, ConfigError
+from pwfn.evaluate.ensemble import Predictions
 from pwfn.lab import compare
 
 TINY = """# A tiny table
@@ -452,3 +456,39 @@ def test_the_presets_differ_in_what_the_page_says() -> None:
     paper = Config.preset("paper")
     changes = {name: json.loads(ours) for name, _, ours in rows}
     assert paper.override(changes) == Config.preset("recommended")
+
+
+def test_the_scores_of_draws_by_hand() -> None:
+    log_p = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0], [2.0, 2.0]], dtype=torch.float64).div(4).log()
+    nothing = torch.zeros(4)
+    found = posteriors.scores(Predictions(log_p, nothing, nothing, torch.tensor([0, 1, 1, 0]), 1, nothing))
+    assert found["accuracy"] == 0.75  # the last one is a tie, and the first class wins
+    likelihoods = (0.75, 0.25, 0.75, 0.5)
+    assert found["nll"] == pytest.approx(-sum(map(math.log, likelihoods)) / 4)
+
+
+def test_the_table_of_draws(tmp_path: Path) -> None:
+    path = tmp_path / "posteriors.jsonl"
+    assert posteriors.table(path) == ["Not measured yet."]
+    measures = {"images": 100, "nll": 0.5, "ece": 0.25, "nll_half_tempered": 0.4}
+    facts = {
+        "file": "a.pwfn",
+        "bytes": 12345,
+        "sigma_bytes": 22,
+        "samples": 20,
+        "seed": 0,
+        "fit_seconds": 6.6,
+        "point": {**measures, "accuracy": 0.9},
+        "ensemble": {**measures, "accuracy": 0.91, "nll": 0.45},
+        "device": "a machine",
+        "threads": 1,
+        "versions": {"torch": "2.13"},
+        "commit": "0123456789abcdef",
+    }
+    path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    lines = posteriors.table(path)
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    both = ["90.00 → 91.00", "0.500 → 0.450", "0.250 → 0.250", "0.400 → 0.400"]
+    assert cells == ["`a.pwfn`", "12,345", "22", *both, "7"]
+    assert "a machine, 1 threads" in lines[-1]
+    assert "0123456789" in lines[-1]
