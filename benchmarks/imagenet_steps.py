@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from pwfn import Config
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.batchnorm import reestimate_batchnorm
-from pwfn.bayes.cuda_graph import GraphedStep
+from pwfn.bayes.cuda_graph import RecordedStep
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import phases
 from pwfn.bayes.objective import autocast
@@ -104,7 +104,7 @@ class Ours:
         self.run.start_network(self.run.net)
         self.net = self.run.net.train()
         self.net.fix(0.5)
-        self._optimizer = optimizer_for(self.net, config.training, 0, fused=True)
+        self._optimizer = optimizer_for(self.net, config.training, 0, alone=True)
         self._batches = self.run.train.endless()
 
     def step_seconds(self, count: int) -> float:
@@ -167,25 +167,18 @@ class Plain:
         )
 
         def work(batch: Batch, where: str) -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
             with autocast(device, training.precision):
                 loss = F.cross_entropy(model(*batch.args), batch.target)
             loss.backward()
-            return loss.detach()
-
-        graphed = GraphedStep(parameters, work) if training.cuda_graph else None
-
-        def step() -> Tensor:
-            if graphed is not None:
-                loss = graphed(self._batch, "benchmark")[0]
-            else:
-                optimizer.zero_grad(set_to_none=True)
-                loss = work(self._batch, "benchmark")
             if training.clip_norm is not None:
                 nn.utils.clip_grad_norm_(parameters, training.clip_norm)
             optimizer.step()
-            return loss
+            return loss.detach()
 
-        self._step = step
+        recorded = RecordedStep(work, lambda: optimizer.zero_grad(set_to_none=True))
+        step = recorded if training.cuda_graph else work
+        self._step = lambda: step(self._batch, "benchmark")
 
     def step_seconds(self, count: int) -> float:
         """Mean time of training steps, after those that capture a graph; the loss is read once."""

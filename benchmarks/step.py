@@ -9,8 +9,8 @@ divided by the rival's, each a median over blocks of steps that alternate in the
 ``ours_bytes`` and ``rival_bytes`` are the peak of the device's memory over a few steps, each measured
 without the other (0 on a CPU).
 
-On CUDA there are also cases with forward and backward as a CUDA graph (``training.cuda_graph``), against
-plain fine-tuning as usual and with its whole step captured.
+On CUDA there are also cases whose whole step is recorded as a CUDA graph (``training.cuda_graph``), against
+plain fine-tuning as usual and with its whole step recorded.
 
 Rivals: plain fine-tuning; ours with torch's optimiser instead of fused passes;
 ``torch.nn.utils.parametrize`` with ``mu + sigma * randn`` on every weight; the reparameterised layers of
@@ -93,7 +93,7 @@ def ours(setting: Setting, *, fused: bool = True, graph: bool = False) -> Steps:
     net = GaussianNetwork(setting.model, setting.config).train()
     net.fix(0.5)
     config = setting.config.override({"training.cuda_graph": graph}).training
-    optimizer = optimizer_for(net, config, seed=0, fused=fused)
+    optimizer = optimizer_for(net, config, seed=0, alone=fused)
     objective, batches = Objective(F.cross_entropy), _batches(setting.batch)
 
     def steps(count: int) -> None:
@@ -269,8 +269,8 @@ def measure(name: str, device: torch.device, *, quick: bool) -> None:
     for way, mine, rival, make in compared:
         # The memory of a graph does not count as allocated.
         our_bytes, rival_bytes = (0, 0) if way else (peak_bytes(setting, mine), peak_bytes(setting, make))
-        # Each call captures its graph again after three steps: short blocks would mostly capture.
-        turns = (5, 60) if way else (blocks, length)
+        # Each call records its step again after three steps: short blocks would mostly record.
+        turns = (3, 500) if way else (blocks, length)
         our_s, rival_s = medians(device, [mine(setting), make(setting)], *turns)
         facts = {
             "case": f"step {name}{way}",

@@ -53,8 +53,7 @@ class EachSigma(Noise):
 
     def penalty(self) -> Tensor:
         """The expected code length less the entropy of the noise."""
-        super().penalty()  # counts the steps
-        price = self._price / self.layout.size
+        price = self.price / self.layout.size
         bits = CodeLength(self.lengths, self.contexts).bits(self.drawn())
         return price * (bits - self.log_sigma / math.log(2)).sum()
 

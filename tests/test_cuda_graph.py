@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from pwfn import ConfigError
 from pwfn.bayes.batches import Batch
-from pwfn.bayes.cuda_graph import GraphedStep
+from pwfn.bayes.cuda_graph import RecordedStep
+from pwfn.bayes.randomness import seeded
 
 
 @dataclass(eq=False)
@@ -27,7 +29,7 @@ class Device:
     stream: Stream = field(default_factory=Stream)
     capturing: bool = False
 
-    def graph(self, _: Any) -> Recording:
+    def graph(self, _: Any, capture_error_mode: str = "") -> Recording:
         return Recording(self)
 
     def set_stream(self, stream: Stream) -> None:
@@ -49,26 +51,63 @@ class Recording:
         self.device.stream, self.device.capturing = self.before, False
 
 
-def test_a_recording_that_fails_leaves_the_stream_and_the_generator_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
-    before = device.stream
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: device.stream)
     monkeypatch.setattr(torch.cuda, "set_stream", device.set_stream)
     monkeypatch.setattr(torch.cuda, "graph", device.graph)
+    return device
 
-    def work(batch: Batch, where: str) -> Tensor:
+
+def batch() -> Batch:
+    return Batch.of((torch.zeros(2, 3), torch.zeros(2)), torch.device("cpu"))
+
+
+def test_a_recording_that_fails_is_said_once_and_leaves_stream_and_generator_as_they_were(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, done = device.stream, []
+
+    def work(given: Batch, where: str) -> None:
         if device.capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return torch.zeros(())
+        done.append(where)
 
-    step = GraphedStep([], work)
-    batch = Batch.of((torch.zeros(2, 3), torch.zeros(2)), torch.device("cpu"))
-    for _ in range(3):
-        step(batch, "round 1")
-    with pytest.raises(ConfigError, match=r"round 1: the step cannot be captured .*cuda_graph = false"):
-        step(batch, "round 1")
+    step = RecordedStep(work, lambda: None)
+    for number in range(6):
+        step(batch(), f"step {number}")
+    assert done == [f"step {number}" for number in range(6)]  # each step was taken once
     assert device.stream is before
     assert not device.capturing
+    assert step.failed
+    (said,) = caplog.messages
+    assert said.startswith("step 3: steps are not recorded as a CUDA graph")
+    assert "not permitted when stream is capturing" in said
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(()), random.random, lambda: np.random.random()],
+    ids=["torch", "python", "numpy"],
+)
+def test_a_model_that_draws_on_the_host_is_not_recorded_and_draws_the_same_numbers(
+    device: Device, caplog: pytest.LogCaptureFixture, draw: Callable[[], Any]
+) -> None:
+    def drawn(wrap: bool) -> list[float]:
+        found = []
+
+        def work(given: Batch, where: str) -> None:
+            value = float(draw())
+            if not device.capturing:
+                found.append(value)
+
+        step = RecordedStep(work, lambda: None) if wrap else work
+        with seeded(3, torch.device("cpu")):
+            for _ in range(6):
+                step(batch(), "round 1")
+        return found
+
+    assert drawn(True) == drawn(False)
+    assert "draws random numbers on the host" in caplog.messages[0]

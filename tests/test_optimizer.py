@@ -163,7 +163,7 @@ def test_a_whole_run_ends_in_the_same_clusters_with_and_without(monkeypatch: pyt
     monkeypatch.setattr(
         module,
         "optimizer_for",
-        lambda net, config, seed, fused: optimizer_for(net, config, seed, fused=False),
+        lambda net, config, seed, alone: optimizer_for(net, config, seed, alone=False),
     )
     results.append(compress(model, data, None, config))
     first, second = (result.rounds for result in results)

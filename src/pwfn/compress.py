@@ -19,7 +19,7 @@ from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
-from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
+from pwfn.bayes.optimizer import MOMENTUM, fused, optimizer_for
 from pwfn.bayes.predictive import run_posterior, wants_posterior
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
 from pwfn.bayes.sigma import probe
@@ -222,7 +222,7 @@ class Run:
         if steps:
             seed = seed_from("noise", self.config.seed, self.distributed.rank, number)
             alone = self.distributed.world == 1 and self.config.training.accumulate == 1
-            optimizer = optimizer_for(net, self.config.training, seed, fused=alone)
+            optimizer = optimizer_for(net, self.config.training, seed, alone=alone)
             loss = self._fit(net, optimizer, steps, number, where, seed)
         state = net.state()
         before = trace.before_fixing(number, net.layout, state)
@@ -313,7 +313,8 @@ class Run:
         """Train the uncompressed parameters alone, with noise off."""
         trained = [p for p in net.model.parameters() if p.requires_grad]
         decay = self.config.training.weight_decay
-        optimizer = torch.optim.SGD(trained, POLISH_LEARNING_RATE, MOMENTUM, weight_decay=decay)
+        one = fused([{"params": trained}])
+        optimizer = torch.optim.SGD(trained, POLISH_LEARNING_RATE, MOMENTUM, weight_decay=decay, fused=one)
         self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
 
     def _result(self, compressed: Compressed) -> Result:

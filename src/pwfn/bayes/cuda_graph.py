@@ -1,87 +1,100 @@
-"""Forward and backward of a training step, captured as a CUDA graph and replayed without Python overhead.
+"""A whole training step, recorded as a CUDA graph and replayed without Python overhead.
 
-A graph contains kernels, not the program: do not capture a model whose forward pass changes from call to call
-in Python (by Python's own random numbers, say). Dropout and the like draw new numbers in every replay.
+A recording contains kernels, not the program. A model whose forward pass changes from call to call cannot be
+replayed. Where the change comes from random numbers of the host (Python's, numpy's, torch's on the CPU), or
+where the pass reads a value from the device, steps run as usual, with a warning. Dropout and the like draw
+new numbers in every replay. A model that counts its calls in Python needs ``training.cuda_graph = false``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from pwfn.bayes.batches import Batch
-from pwfn.errors import ConfigError, cause
+from pwfn.bayes.randomness import random_states, restore_random_states
+from pwfn.errors import PwfnError, cause
 
-_WARMUP_STEPS = 3  # libraries initialise themselves in their first calls, which cannot be captured
+_WARMUP_STEPS = 3  # libraries initialise themselves in their first calls, which cannot be recorded
+LOGGER = logging.getLogger("pwfn")
+T = TypeVar("T")
 
 
-class GraphedStep:
-    """Loss and gradients of batches of one shape, by replaying a graph.
+class RecordedStep(Generic[T]):
+    """A step on batches of one shape, by replaying a graph.
 
-    The first few steps, and batches of another shape, are computed as usual.
+    The first few steps, and batches of another shape, are computed as usual. So is everything once a
+    recording has failed; a warning says why.
 
     Args:
-        parameters: the tensors that backward leaves gradients with.
-        work: computes the loss of a batch and calls backward.
-        collect: called after ``work``; takes gradients away from the parameters and returns them.
+        work: the whole step on one batch. What it returns must be tensors, which a replay overwrites.
+        clear: called before a step is recorded: gradients of earlier steps must be gone, so that backward
+            allocates them in the memory of the graph.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        work: Callable[[Batch, str], Tensor],
-        collect: Callable[[], Tensor | None] | None = None,
-    ) -> None:
-        self._parameters, self._work = list(parameters), work
-        self._collect = collect or (lambda: None)
+    def __init__(self, work: Callable[[Batch, str], T], clear: Callable[[], None]) -> None:
+        self._work, self._clear = work, clear
         self._seen: Counter[Any] = Counter()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._shape: Any = None
+        self.failed = False
 
-    def __call__(self, batch: Batch, where: str) -> tuple[Tensor, Tensor | None]:
-        """The loss and what was collected; other gradients are in the parameters' ``grad``."""
+    def __call__(self, batch: Batch, where: str) -> T:
+        """What ``work`` returns for this batch."""
         shape = batch.shape()
-        if self._graph is None:
+        if self._graph is None and not self.failed:
             self._seen[shape] += 1
             if self._seen[shape] > _WARMUP_STEPS:
-                self._capture(batch, where)
+                self._record(batch, where)
         if self._graph is None or shape != self._shape:
-            self._clear_gradients()
-            return self._work(batch, where), self._collect()
+            return self._work(batch, where)
         for static, given in zip(self._batch.tensors(), batch.tensors(), strict=True):
             static.copy_(given, non_blocking=True)
         self._graph.replay()
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        return self._loss, self._collected
+        return self._result
 
-    def _capture(self, batch: Batch, where: str) -> None:
-        self._clear_gradients()  # so that backward allocates them in the graph's own memory
+    def _record(self, batch: Batch, where: str) -> None:
+        self._clear()
         gc.collect()  # what is left of earlier passes belongs to a stream that capture cannot wait for
-        self._batch = batch.cloned()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        static, graph, stream = batch.cloned(), torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        before = random_states()
         try:
-            with torch.cuda.graph(graph):
-                self._loss = self._work(self._batch, where)
-                self._collected = self._collect()
-        except RuntimeError as error:
+            # Only this thread's calls count: a thread that pins memory for a loader must not end the capture.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = self._work(static, where)
+        except (RuntimeError, PwfnError) as error:
             _recover(stream)
-            raise ConfigError(
-                f"{where}: the step cannot be captured as a CUDA graph ({cause(error)}): set "
-                "training.cuda_graph = false"
-            ) from error
-        self._gradients = [(p, p.grad) for p in self._parameters]
-        self._graph, self._shape = graph, batch.shape()
+            first = error.__context__ or error  # leaving the capture fails too, and says less
+            self._give_up(where, cause(first), before)
+            return
+        if _drew_on_the_host(before):
+            self._give_up(where, "the model draws random numbers on the host", before)
+            return
+        self._graph, self._shape, self._batch, self._result = graph, batch.shape(), static, result
 
-    def _clear_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+    def _give_up(self, where: str, why: str, states: dict[str, Any]) -> None:
+        restore_random_states(states)  # the step is taken again, as usual
+        self._clear()
+        self.failed = True
+        LOGGER.warning(
+            "%s: steps are not recorded as a CUDA graph, so that small networks train more slowly: %s. The "
+            "result is the same; training.cuda_graph = false silences this",
+            *(where, why),
+        )
+
+
+def _drew_on_the_host(before: dict[str, Any]) -> bool:
+    """Whether a generator of the host has moved since then: a replay would not move it."""
+    now = random_states()
+    numbers = [state["numpy"][2:] + state["python"] for state in (before, now)]
+    pairs = [(state["torch"], state["numpy"][1]) for state in (before, now)]
+    return numbers[0] != numbers[1] or not all(map(torch.equal, *pairs))
 
 
 def _recover(stream: torch.cuda.Stream) -> None:

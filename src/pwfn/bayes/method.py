@@ -106,6 +106,10 @@ class Method(WeightNetwork):
         """Before the first step: starting values that need data."""
         return
 
+    def before_step(self) -> None:
+        """Before every training step, on the host: what cannot be part of a recorded step."""
+        return
+
     def loss_term(self, loss: Tensor) -> Tensor | None:
         """A term added to the task loss before backward; it may depend on that loss's value."""
         return None

@@ -30,6 +30,7 @@ class WeightNetwork(nn.Module):
     """
 
     graph_safe: ClassVar[bool] = True  # a plain step runs the same kernels each time, as a CUDA graph needs
+    recordable = True  # until a step of it could not be recorded
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ class FlatDraw:
         self.leaves = [nn.Parameter(piece) for piece in net.layout.pieces(self._values)]
 
     @contextmanager
-    def drawn(self, seed: int, step: int) -> Iterator[None]:
+    def drawn(self, seed: int, count: Tensor) -> Iterator[None]:
         """Within the block the network has the weights of this step."""
         net = self.net
         self.check_mask()
@@ -59,7 +59,8 @@ class FlatDraw:
             net.fixed_mu,
             net.fixed_sigma,
             seed=seed,
-            step=step,
+            step=0,
+            ahead=count,
             noise_on_fixed=net.settings.posterior.noise_on_fixed,
         )
         if self.narrower is not None:
@@ -90,13 +91,13 @@ class FlatDraw:
         return whole
 
     def norm_and_scale(
-        self, gradient: Tensor, clip_norm: float | None, seed: int, step: int
+        self, gradient: Tensor, clip_norm: float | None, seed: int, count: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Norm of the task's gradient over mu, sigma and the others; the factor that clips it.
 
         The gradients of the other parameters are scaled in place.
         """
-        squared = kernels.grad_squared_norm(gradient, self.net.fixed, seed=seed, step=step)
+        squared = kernels.grad_squared_norm(gradient, self.net.fixed, seed=seed, step=0, ahead=count)
         others = [p.grad for p in self.others if p.grad is not None]
         if others:
             total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(others)))
@@ -151,7 +152,10 @@ class _Casts(TorchDispatchMode):
 
 
 class _Flat(torch.optim.Optimizer):
-    """What the flat optimisers share. ``seed`` and ``count`` are in the first parameter group."""
+    """What the flat optimisers share. ``seed`` and ``count`` are in the first parameter group.
+
+    The number of the step is counted on the device, so that a recorded step counts by itself.
+    """
 
     flat: FlatDraw
     clip_norm: float | None
@@ -161,17 +165,20 @@ class _Flat(torch.optim.Optimizer):
     ) -> None:
         self.flat, self.clip_norm = FlatDraw(net, dtype), clip_norm
         self.param_groups[0] |= {"seed": seed, "count": 0}
-        for parameter in (net.free_mu, net.free_sigma):
+        self._count = torch.zeros((), dtype=torch.int64, device=net.device)
+        trains_sigma = self.param_groups[1]["lr"] != 0
+        for parameter, count in (
+            (net.free_mu, self.flat.free),
+            (net.free_sigma, trains_sigma * self.flat.free),
+        ):
             self.state[parameter] = {
-                name: torch.zeros(self.flat.free, dtype=parameter.dtype, device=parameter.device)
-                for name in names
+                name: torch.zeros(count, dtype=parameter.dtype, device=parameter.device) for name in names
             }
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
         """Within the block the network has the weights of this step, and backward finds them."""
-        group = self.param_groups[0]
-        with self.flat.drawn(group["seed"], group["count"]):
+        with self.flat.drawn(self.param_groups[0]["seed"], self._count):
             yield
 
     @property
@@ -184,31 +191,45 @@ class _Flat(torch.optim.Optimizer):
         for parameter in self.trained:
             parameter.grad = None
 
-    def _begin(self, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
+    def _begin(self, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of the drawn weights, its norm with that of the others, and what clips it."""
         self.flat.check_mask()
         if gradient is None:
             gradient = self.flat.collect()
-        group = self.param_groups[0]
-        at = {"seed": group["seed"], "step": group["count"]}
-        group["count"] += 1
-        return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, **at), at
+        seed = self.param_groups[0]["seed"]
+        return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, seed, self._count)
 
-    def _rates(self) -> dict[str, Any]:
-        posterior, first = self.flat.net.settings.posterior, self.param_groups[0]
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers of an update; learning rates that are tensors stay on the device."""
+        posterior, (first, second) = self.flat.net.settings.posterior, self.param_groups[:2]
+        rates = [first["lr"], second["lr"]]
+        known = not any(isinstance(rate, Tensor) for rate in rates)
+        device = self._count.device
         return {
-            "lr": first["lr"],
-            "sigma_lr": self.param_groups[1]["lr"],
+            "lr": rates[0] if known else 0.0,
+            "sigma_lr": rates[1] if known else 0.0,
+            "rates": None if known else torch.stack([torch.as_tensor(r, device=device) for r in rates]),
             "weight_decay": first["weight_decay"],
             "alpha": self.flat.net.penalty_strength,
             "cap": posterior.cap,
+            "seed": first["seed"],
+            "step": 0,
+            "ahead": self._count,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimiser; reads the number of the step from the device."""
+        self.param_groups[0]["count"] = int(self._count)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What ``state_dict`` gave; for the same mask, so load the network's state before."""
         super().load_state_dict(state_dict)
+        self._count.fill_(self.param_groups[0]["count"])
         for parameter in (self.flat.net.free_mu, self.flat.net.free_sigma):
             for name, vector in self.state[parameter].items():
-                if vector.dim() == 1 and vector.numel() != self.flat.free:
+                constant = parameter is self.flat.net.free_sigma and not vector.numel()
+                if vector.dim() == 1 and vector.numel() != self.flat.free and not constant:
                     raise WeightError(
                         f"{name} belongs to {vector.numel():,} free weights, and the network has "
                         f"{self.flat.free:,}: load the network's state first, then make the optimiser"
@@ -248,13 +269,13 @@ class FlatSGD(_Flat, torch.optim.SGD):
         seed: int = 0,
     ) -> None:
         groups = net.parameter_groups(lr=lr, sigma_lr=sigma_lr, weight_decay=weight_decay)
-        torch.optim.SGD.__init__(self, groups, lr=lr, momentum=momentum, fused=_fused(groups))
+        torch.optim.SGD.__init__(self, groups, lr=lr, momentum=momentum, fused=fused(groups))
         self._prepare(net, clip_norm, dtype, seed, "momentum")
 
     @torch.no_grad()
     def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
         """One step from the gradients that backward left; returns their norm before clipping."""
-        gradient, norm, scale, at = self._begin(gradient)
+        gradient, norm, scale = self._begin(gradient)
         net = self.flat.net
         kernels.sgd_(
             net.free_mu,
@@ -266,10 +287,10 @@ class FlatSGD(_Flat, torch.optim.SGD):
             self.flat.offsets,
             scale,
             momentum=self.param_groups[0]["momentum"],
-            **self._rates(),
-            **at,
+            **self._numbers(),
         )
         torch.optim.SGD.step(self)  # the uncompressed parameters: mu and sigma have no gradient of their own
+        self._count += 1
         return norm
 
 
@@ -289,7 +310,7 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
         seed: int = 0,
     ) -> None:
         groups = net.parameter_groups(lr=lr, sigma_lr=sigma_lr, weight_decay=weight_decay)
-        torch.optim.AdamW.__init__(self, groups, lr=lr, betas=betas, fused=_fused(groups))
+        torch.optim.AdamW.__init__(self, groups, lr=lr, betas=betas, **on_device(groups))
         self._prepare(net, clip_norm, dtype, seed, "mean", "square")
         for parameter in (net.free_mu, net.free_sigma):
             self.state[parameter]["step"] = torch.zeros(())  # torch expects one with every state
@@ -297,7 +318,7 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
     @torch.no_grad()
     def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
         """One step from the gradients that backward left; returns their norm before clipping."""
-        gradient, norm, scale, at = self._begin(gradient)
+        gradient, norm, scale = self._begin(gradient)
         net = self.flat.net
         mu, sigma = self.state[net.free_mu], self.state[net.free_sigma]
         beta1, beta2 = self.param_groups[0]["betas"]
@@ -314,25 +335,24 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
             scale,
             beta1=beta1,
             beta2=beta2,
-            count=at["step"] + 1,
-            **self._rates(),
-            **at,
+            count=1,
+            **self._numbers(),
         )
-        torch.optim.AdamW.step(
-            self
-        )  # the uncompressed parameters: mu and sigma have no gradient of their own
+        # The uncompressed parameters: mu and sigma have no gradient of their own.
+        torch.optim.AdamW.step(self)
+        self._count += 1
         return norm
 
 
-def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, fused: bool) -> torch.optim.Optimizer:
-    """A fresh optimiser as the settings say; ``fused``: one process and one batch per step.
+def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, alone: bool) -> torch.optim.Optimizer:
+    """A fresh optimiser as the settings say; ``alone``: one process and one batch per step.
 
     A flat one where the network is Gaussian and its weights allow it, else torch's own.
     """
     adamw = config.optimizer is OptimizerName.ADAMW
     rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     plain = all(entry.dtype == net.layout.dtype for entry in net.layout.entries)
-    if isinstance(net, GaussianNetwork) and fused and plain and config.precision is not Precision.FP16:
+    if isinstance(net, GaussianNetwork) and alone and plain and config.precision is not Precision.FP16:
         net.share_storage()
         flat: dict[str, Any] = {**rates, "clip_norm": config.clip_norm, "seed": seed}
         optimizer = FlatAdamW(net, **flat) if adamw else FlatSGD(net, momentum=MOMENTUM, **flat)
@@ -342,10 +362,15 @@ def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, fused: bool
         return optimizer
     groups = net.parameter_groups(**rates)
     if adamw:
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, fused=_fused(groups))
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, fused=_fused(groups))
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, **on_device(groups))
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, fused=fused(groups))
 
 
-def _fused(groups: list[dict[str, Any]]) -> bool | None:
+def fused(groups: list[dict[str, Any]]) -> bool | None:
     """Torch's single kernel where it has one; else its own choice."""
     return all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"]) or None
+
+
+def on_device(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """For AdamW: the same, and the number of the step on the device, so that a step can be recorded."""
+    return {"fused": fused(groups), "capturable": bool(fused(groups))}

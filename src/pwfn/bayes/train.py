@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pwfn.bayes.batches import Batch, is_out_of_memory
-from pwfn.bayes.cuda_graph import GraphedStep
+from pwfn.bayes.cuda_graph import RecordedStep
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import Method
 from pwfn.bayes.network import WeightNetwork
@@ -78,12 +79,13 @@ def fit(
     net.train()
     distributed = distributed or Distributed(net.device)
     scaler = scaler or loss_scaler(net.device, config)
-    stepper = _Stepper(net, objective, config, optimizer, distributed, seed, scaler)
-    log = _LossLog(net.device, steps, where)
     first = 0 if start is None else start.step
+    log = _LossLog(net.device, steps, first, where)
+    stepper = _Stepper(net, objective, config, optimizer, distributed, seed, scaler, log)
     if start is not None:
         stepper.restore(start)
         log.total += start.totals[distributed.rank]
+    _rates_on_device(optimizer)
     scheduler = _scheduler(optimizer, config.scheduler, steps, first)
 
     def snapshot() -> PhaseState:
@@ -91,16 +93,16 @@ def fit(
         return PhaseState(
             step + 1,
             distributed.gather(float(log.total)),
-            copy.deepcopy(optimizer.state_dict()),
+            _plain_rates(copy.deepcopy(optimizer.state_dict())),
             scaler.state_dict(),
             type(optimizer).__name__,
         )
 
     for step in range(first, steps):
-        loss, norm = stepper.step(batches, f"{where}, step {step + 1}")
-        mean = log.add(step, loss, norm)
+        stepper.step(batches, f"{where}, step {step + 1}")
+        mean = log.read(step)
         if on_loss is not None and mean is not None:
-            on_loss(step + 1, mean, optimizer.param_groups[0]["lr"])
+            on_loss(step + 1, mean, float(optimizer.param_groups[0]["lr"]))
         if after_step is not None:
             after_step(step + 1, snapshot)
         if scheduler is not None and step + 1 < steps:
@@ -121,8 +123,22 @@ def _scheduler(
     if name is SchedulerName.NONE:
         return None
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
+        group.setdefault("initial_lr", float(group["lr"]))
     return LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2, last_epoch=done - 1)
+
+
+def _rates_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Learning rates as tensors where torch's kernels can read them: a recorded step has no numbers."""
+    for group in optimizer.param_groups:
+        if group.get("fused") and not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.full((), group["lr"], device=group["params"][0].device)
+
+
+def _plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with learning rates as numbers."""
+    for group in state["param_groups"]:
+        group["lr"] = float(group["lr"])
+    return state
 
 
 def _forget_graphs(net: nn.Module) -> None:
@@ -145,9 +161,10 @@ class _Stepper:
         distributed: Distributed,
         seed: int | None,
         scaler: torch.amp.GradScaler,
+        log: _LossLog,
     ) -> None:
         self.net, self.objective, self.config, self.scaler = net, objective, config, scaler
-        self.optimizer, self.distributed, self.seed = optimizer, distributed, seed
+        self.optimizer, self.distributed, self.seed, self.log = optimizer, distributed, seed, log
         self.flat = optimizer if isinstance(optimizer, (FlatSGD, FlatAdamW)) else None
         alone = distributed.world == 1 and config.accumulate == 1 and not scaler.is_enabled()
         if self.flat is not None and not alone:
@@ -163,10 +180,10 @@ class _Stepper:
         # A penalty concerns the network's own parameters: none where only others are trained, as in polish.
         own = {id(p) for p in net.parameters(recurse=False)}
         self._has_penalty = self.flat is None and any(id(p) in own for p in trained)
-        self._graph: GraphedStep | None = None
-        if config.cuda_graph and net.device.type == "cuda" and alone and (self.flat or net.graph_safe):
-            collect = self.flat.flat.collect if self.flat is not None else None
-            self._graph = GraphedStep(trained, self._gradients, collect)
+        self._recorded: RecordedStep[None] | None = None
+        records = config.cuda_graph and net.device.type == "cuda" and net.recordable
+        if records and alone and (self.flat is not None or net.graph_safe):
+            self._recorded = RecordedStep(self._whole, lambda: optimizer.zero_grad(set_to_none=True))
 
     def restore(self, start: PhaseState) -> None:
         """Momenta and loss scale of a snapshot; what the settings say of the optimiser is theirs."""
@@ -179,18 +196,41 @@ class _Stepper:
         # A copy: torch would go on with the snapshot's own tensors, and change them.
         self.optimizer.load_state_dict(copy.deepcopy(start.optimizer))
         for group, (rate, decay) in zip(self.optimizer.param_groups, groups, strict=True):
-            group["lr"] = group["initial_lr"] = rate
+            group["lr"] = group["initial_lr"] = rate  # a number: they go to the device after this
             group["weight_decay"] = decay
         if start.scaler:  # none where the phase began in another precision
             self.scaler.load_state_dict(start.scaler)
         self.done = start.step
 
-    def step(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor]:
-        """The mean loss of the step's batches, and the norm of the task's gradient."""
-        loss, gradient = self._loss(batches, where)
+    def step(self, batches: Iterator[Batch], where: str) -> None:
+        """One step; its loss and the norm of the task's gradient go to the log."""
+        if isinstance(self.net, Method):
+            self.net.before_step()
+        if self._recorded is not None:
+            self._recorded(next(batches), where)
+            self.net.recordable = not self._recorded.failed
+        else:
+            self._whole(batches, where)
         self.done += 1
+
+    def _whole(self, batches: Iterator[Batch] | Batch, where: str) -> None:
+        """Gradients of the step's batches, or of this one; then clipping, regulariser and update.
+
+        All of it can be recorded: the host decides nothing, and reads nothing from the device.
+        """
+        given = itertools.repeat(batches) if isinstance(batches, Batch) else batches
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for number in range(self.config.accumulate):
+            with self._drawn(number):
+                losses.append(self._gradients(next(given), where))
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        self.log.add(loss, self._update())
+
+    def _update(self) -> Tensor:
+        """Clip, add the regulariser's gradient, and update; the norm of the task's gradient."""
         if self.flat is not None:
-            return loss, self.flat.step(gradient)
+            return self.flat.step()
         self.distributed.average_gradients_(self.trained)
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
@@ -201,19 +241,7 @@ class _Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         # With an adaptive loss scale an infinite gradient is no failure: that step was skipped.
-        return loss, torch.zeros_like(loss) if self.scaler.is_enabled() else norm
-
-    def _loss(self, batches: Iterator[Batch], where: str) -> tuple[Tensor, Tensor | None]:
-        """The loss, with gradients left in place; for a flat optimiser, the gradient a graph collected."""
-        if self._graph is not None:
-            with self._drawn(0):
-                return self._graph(next(batches), where)
-        self.optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for number in range(self.config.accumulate):
-            with self._drawn(number):
-                losses.append(self._gradients(next(batches), where))
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean(), None
+        return torch.zeros_like(norm) if self.scaler.is_enabled() else norm
 
     def _drawn(self, number: int) -> AbstractContextManager[None]:
         if self.flat is not None:
@@ -253,21 +281,26 @@ class _Stepper:
 class _LossLog:
     """The losses of a phase, kept on the device and read now and then."""
 
-    def __init__(self, device: torch.device, steps: int, where: str) -> None:
+    def __init__(self, device: torch.device, steps: int, first: int, where: str) -> None:
         self.total = torch.zeros((), device=device)
         self._first_bad = torch.full((), -1, device=device, dtype=torch.int64)
         self._since = torch.zeros((), device=device)
+        self._done = torch.full((), first, device=device, dtype=torch.int64)
         self._count, self._read = 0, time.monotonic()
         self._steps, self._where = steps, where
 
-    def add(self, step: int, loss: Tensor, norm: Tensor) -> float | None:
-        """Add a step; now and then, the mean loss since the last time."""
+    def add(self, loss: Tensor, norm: Tensor) -> None:
+        """Add a step, in place and on the device, so that it can be part of a recording."""
         self.total += loss
         self._since += loss
-        self._count += 1
         # The first bad step is noted on the device, so that reading now and then is enough.
-        bad = ~torch.isfinite(loss + norm)
-        self._first_bad = torch.where((self._first_bad < 0) & bad, step, self._first_bad)
+        bad = ~torch.isfinite(loss + norm) & (self._first_bad < 0)
+        self._first_bad.copy_(torch.where(bad, self._done, self._first_bad))
+        self._done += 1
+
+    def read(self, step: int) -> float | None:
+        """After a step: now and then, the mean loss since the last time."""
+        self._count += 1
         now = time.monotonic()
         if self._count < _REPORT_STEPS and now - self._read < _REPORT_SECONDS and step < self._steps - 1:
             return None

@@ -134,7 +134,7 @@ class TrainingConfig(Section):
         Precision.FP32, Choice(Precision), "number type of the forward and backward pass"
     )
     cuda_graph: bool = setting(
-        False, Switch(), "on CUDA, capture forward and backward once and replay them (no Python per step)"
+        True, Switch(), "on CUDA, record a step once and replay it, where the model allows that"
     )
     accumulate: int = setting(1, Number(1, whole=True), "batches per step, each with its own noise")
     distill: bool = setting(

@@ -184,7 +184,7 @@ def _step_seconds(run: Run) -> float:
     """The median of a few real steps, as the run takes them."""
     net, training, batches = run.net, run.config.training, run.train.endless()
     alone = run.distributed.world == 1 and training.accumulate == 1
-    optimizer = optimizer_for(net, training, run.config.seed, fused=alone)
+    optimizer = optimizer_for(net, training, run.config.seed, alone=alone)
 
     def step() -> None:
         fit(

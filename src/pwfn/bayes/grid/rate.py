@@ -96,6 +96,7 @@ class RateNetwork(Method):
     lengths: Tensor
     contexts: Tensor
     fixed: Tensor
+    price: Tensor  # lambda, on the device
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config or Config.preset("small"))
@@ -120,6 +121,7 @@ class RateNetwork(Method):
         self.register_buffer("fixed", torch.zeros((), dtype=torch.bool, device=weights.device))
         table = code_length(self.layout, levels := self.levels.detach().round())
         self._measure(levels, _bytes(table, levels))
+        self.register_buffer("price", torch.tensor(self._price), persistent=False)
         self.register_buffer("lengths", table.lengths)
         self.register_buffer("contexts", table.contexts)
 
@@ -150,13 +152,16 @@ class RateNetwork(Method):
         levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]  # torch's own
         return self.layout.views(levels * self._grid)
 
-    def penalty(self) -> Tensor:
-        """``lambda * bits / n``, with tables that are fitted again every few steps."""
+    def before_step(self) -> None:
+        """Every few steps: fit the tables again, and adjust lambda."""
         self._steps += 1
         if self._steps % _REFRESH == 0:
             self._refresh()
+
+    def penalty(self) -> Tensor:
+        """``lambda * bits / n``."""
         table = CodeLength(self.lengths, self.contexts)
-        return self._price / self.layout.size * table.total(self.levels)
+        return self.price / self.layout.size * table.total(self.levels)
 
     @torch.no_grad()
     def rate_bytes(self) -> float:
@@ -175,7 +180,7 @@ class RateNetwork(Method):
             check_finite(self.levels, self.layout, "level of")
             before = self.levels * self._grid
             rounded = self.levels.round()
-            self._rest_bytes = self._rest(rounded, self._index_bytes(rounded))
+            self._measure(rounded, _bytes(self._fit_tables(rounded), rounded))
             final = self._within_target()
             self.notes = self._cut(int(((self.levels.round() != 0) & (final == 0)).sum()))
             self.levels.copy_(final)
@@ -212,6 +217,7 @@ class RateNetwork(Method):
         kept = json.loads(bytes(state.tolist()))
         self._price, self._steps, self._coder_ratio, self._last, self._grid, self._rest_bytes = kept
         self.grid_step, self._original = self._grid, (None,)
+        self.price.fill_(self._price)
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -228,6 +234,7 @@ class RateNetwork(Method):
         change = _GAIN * excess + _DAMPING * (excess - last)
         factor = math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
         self._price = min(max(self._price, _LOWEST) * factor, _HIGHEST)
+        self.price.fill_(self._price)
         self._last = excess
 
     def _fit_tables(self, levels: Tensor) -> CodeLength:

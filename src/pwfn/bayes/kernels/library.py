@@ -31,12 +31,17 @@ _STATE = {*_SGD_STATE, *_ADAMW_STATE}
 _NEEDED = {
     "offsets": "the int64 vector that free_offsets(fixed) returns",
     "scale": "a floating-point scalar",
+    "ahead": "an int64 scalar",
+    "rates": "two float32 numbers",
     "grad_w": "a floating-point vector of one entry per weight",
     **dict.fromkeys(
         ("out", "free_mu", "free_sigma", "fixed_mu", "fixed_sigma"),
         "a contiguous floating-point vector of one entry per weight",
     ),
-    **dict.fromkeys(_STATE, "a contiguous floating-point vector of one entry per free weight"),
+    **dict.fromkeys(
+        _STATE,
+        "a contiguous floating-point vector of one entry per free weight, or empty for a constant sigma",
+    ),
 }
 """What each tensor argument other than ``fixed`` must be."""
 
@@ -73,16 +78,21 @@ def _check(*, fixed: Tensor, seed: int, step: int, count: int = 1, **others: Any
         raise _misfit("fixed", fixed, "a contiguous vector of bool")
     shape, device, state = fixed.shape, fixed.device, None
     for name, value in others.items():
-        if name not in _NEEDED:  # a number: the schema has its type
+        if name not in _NEEDED or value is None:  # a number, whose type the schema has, or not given
             continue
         fits = value.device == device and (name == "grad_w" or value.is_contiguous())
         if name == "offsets":
             fits &= value.dtype == torch.int64 and value.shape == (-(-fixed.numel() // reference.BLOCK),)
         elif name == "scale":
             fits &= value.is_floating_point() and value.dim() == 0
+        elif name == "ahead":
+            fits &= value.dtype == torch.int64 and value.dim() == 0
+        elif name == "rates":
+            fits &= value.dtype == torch.float32 and value.shape == (2,)
         elif name in _STATE:
             state = state or value.shape
-            fits &= value.is_floating_point() and value.shape == state
+            fits &= value.is_floating_point()
+            fits &= value.shape == state or (name.endswith("sigma") and not value.numel())
             fits &= value.dim() == 1 and value.numel() <= fixed.numel()
         else:
             fits &= value.is_floating_point() and value.shape == shape
@@ -111,11 +121,11 @@ def _fake_gradients(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> t
     return made, torch.empty_like(made)
 
 
-def _fake_norm(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> Tensor:
+def _fake_norm(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int, ahead: Tensor | None = None) -> Tensor:
     return grad_w.new_empty((), dtype=torch.float64)
 
 
-def _fake_nothing(*tensors: Tensor, **numbers: float) -> None:
+def _fake_nothing(*tensors: Tensor, **numbers: Any) -> None:
     """The result of an operation that writes in place."""
 
 

@@ -10,9 +10,13 @@ The reference and the CUDA kernels use different generators: their noise has the
 not the same bits. Both repeat exactly for the same seed and step. The noise of the kernels does not
 depend on the length of the vector or on the launch; that of the reference can depend on length and device.
 
-The state of an optimiser (momenta and the like) has one entry per free weight, in their order. The offsets
+The state of an optimiser (momenta and the like) has one entry per free weight, in their order; that of sigma
+is empty where sigma is not trained, and sigma is then not written. The offsets
 of ``free_offsets(fixed)`` say where the state of each block of weights begins. Mask, offsets and state
 belong together: a new mask needs new offsets and a new state.
+
+In a recorded step the numbers that change from step to step must be in the memory of the device: ``ahead``, a
+whole number that is added to ``step`` (and ``count``), and ``rates``, which replaces ``lr`` and ``sigma_lr``.
 
 Arithmetic is in float32, or in float64 where a vector is float64.
 """
@@ -148,6 +152,7 @@ def draw_(
     *,
     seed: int,
     step: int,
+    ahead: Tensor | None = None,
     noise_on_fixed: bool = True,
 ) -> None:
     """``draw`` into an existing vector, rounded to its type; autograd does not record it.
@@ -158,6 +163,7 @@ def draw_(
     [1.0, 1.0, 1.0]
     """
     vectors = free_mu, free_sigma, fixed, fixed_mu, fixed_sigma
+    step = _moved(step, ahead)
     out.copy_(draw(*vectors, seed=seed, step=step, noise_on_fixed=noise_on_fixed, dtype=out.dtype))
 
 
@@ -175,7 +181,9 @@ def draw_backward(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> tup
     return grad_mu, grad_mu * eps
 
 
-def grad_squared_norm(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) -> Tensor:
+def grad_squared_norm(
+    grad_w: Tensor, fixed: Tensor, *, seed: int, step: int, ahead: Tensor | None = None
+) -> Tensor:
     """``sum_i g_i^2 * (1 + eps_i^2)`` over the free weights: the squared norm of both gradients.
 
     A float64 scalar that stays on the device of the vectors. The same input gives the same bits.
@@ -186,7 +194,7 @@ def grad_squared_norm(grad_w: Tensor, fixed: Tensor, *, seed: int, step: int) ->
     >>> abs(norm.item() - 9 * (1 + eps**2)) < 1e-5
     True
     """
-    grad_mu, grad_sigma = draw_backward(grad_w, fixed, seed=seed, step=step)
+    grad_mu, grad_sigma = draw_backward(grad_w, fixed, seed=seed, step=_moved(step, ahead))
     return grad_mu.double().square().sum() + grad_sigma.double().square().sum()
 
 
@@ -208,6 +216,8 @@ def sgd_(
     cap: float,
     seed: int,
     step: int,
+    ahead: Tensor | None = None,
+    rates: Tensor | None = None,
 ) -> None:
     """One step of SGD with momentum over mu and sigma, in place, from g at the drawn weight.
 
@@ -225,10 +235,11 @@ def sgd_(
     >>> mu.tolist(), m_mu.tolist(), sigma[0].item()
     ([1.0, 0.75], [0.5], 1.0)
     """
+    lr, sigma_lr = (lr, sigma_lr) if rates is None else rates.tolist()
     free = _free(fixed, momentum_mu)
     mu, sigma = _take(free, free_mu, free_sigma)
     sigma = _floored(sigma)
-    grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=step))
+    grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=_moved(step, ahead)))
     for stored, value, buffer, grad, rate in (
         (free_mu, mu, momentum_mu, grad_mu.mul(scale).to(mu.dtype).add(mu, alpha=weight_decay), lr),
         (
@@ -238,7 +249,7 @@ def sgd_(
             _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap),
             sigma_lr,
         ),
-    ):
+    )[: 2 if momentum_sigma.numel() else 1]:
         new = buffer.to(value.dtype).mul(momentum).add(grad)
         buffer.copy_(new)
         value = value.add(new, alpha=-rate)
@@ -268,6 +279,8 @@ def adamw_(
     beta1: float = 0.9,
     beta2: float = 0.999,
     epsilon: float = 1e-8,
+    ahead: Tensor | None = None,
+    rates: Tensor | None = None,
 ) -> None:
     """One step of AdamW over mu and sigma, in place, from g at the drawn weight.
 
@@ -286,10 +299,12 @@ def adamw_(
     >>> mu[0].item(), round(mu[1].item(), 6), sigma[0].item()
     (1.0, 0.5, 1.0)
     """
+    lr, sigma_lr = (lr, sigma_lr) if rates is None else rates.tolist()
+    count = _moved(count, ahead)
     free = _free(fixed, mean_mu)
     mu, sigma = _take(free, free_mu, free_sigma)
     sigma = _floored(sigma)
-    grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=step))
+    grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=_moved(step, ahead)))
     for stored, value, mean, square, grad, rate in (
         (free_mu, mu.mul(1 - lr * weight_decay), mean_mu, square_mu, grad_mu.mul(scale).to(mu.dtype), lr),
         (
@@ -300,7 +315,7 @@ def adamw_(
             _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap),
             sigma_lr,
         ),
-    ):
+    )[: 2 if mean_sigma.numel() else 1]:
         new_mean = mean.to(grad.dtype).lerp(grad, 1 - beta1)
         new_square = square.to(grad.dtype).mul(beta2).addcmul(grad, grad, value=1 - beta2)
         mean.copy_(new_mean)
@@ -308,6 +323,11 @@ def adamw_(
         root = new_square.sqrt().div((1 - beta2**count) ** 0.5).add(epsilon)
         value = value.addcdiv(new_mean, root, value=-rate / (1 - beta1**count))
         _write(stored, _floored(value) if stored is free_sigma else value, free)
+
+
+def _moved(step: int, ahead: Tensor | None) -> int:
+    """The number of a step, counted on the device from ``step`` on."""
+    return step if ahead is None else step + int(ahead)
 
 
 def _free(fixed: Tensor, state: Tensor) -> Tensor:

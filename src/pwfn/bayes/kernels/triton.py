@@ -48,9 +48,16 @@ def draw(free_mu: Tensor, *others: Tensor, dtype: torch.dtype | None = None, **n
     return out
 
 
-def draw_(out: Tensor, *vectors: Tensor, noise_on_fixed: bool = True, **numbers: int) -> None:
+def draw_(
+    out: Tensor,
+    *vectors: Tensor,
+    noise_on_fixed: bool = True,
+    ahead: Tensor | None = None,
+    **numbers: int,
+) -> None:
     """See :func:`pwfn.bayes.kernels.reference.draw_`."""
-    _launch(draw_kernel, *vectors, out, floor=SIGMA_FLOOR, NOISE_ON_FIXED=noise_on_fixed, **numbers)
+    given: dict[str, Any] = {"ahead": ahead, "floor": SIGMA_FLOOR, "NOISE_ON_FIXED": noise_on_fixed}
+    _launch(draw_kernel, *vectors, out, **given, **numbers)
     increment_version(out)
 
 
@@ -63,20 +70,25 @@ def draw_backward(grad_w: Tensor, fixed: Tensor, **numbers: int) -> tuple[Tensor
     return grad_mu, grad_sigma
 
 
-def grad_squared_norm(grad_w: Tensor, fixed: Tensor, *, block: int = BLOCK, **numbers: int) -> Tensor:
+def grad_squared_norm(
+    grad_w: Tensor, fixed: Tensor, *, ahead: Tensor | None = None, block: int = BLOCK, **numbers: int
+) -> Tensor:
     """See :func:`pwfn.bayes.kernels.reference.grad_squared_norm`.
 
     Each program stores the sum of its block, in float32 for a narrow gradient; the stored sums are
     added in float64. There are no atomics: the same input gives the same bits.
     """
     partial = torch.empty(-(-grad_w.numel() // block), dtype=torch.float64, device=grad_w.device)
-    _launch(grad_squared_norm_kernel, grad_w.contiguous(), fixed, partial, block=block, **numbers)
+    given = grad_w.contiguous(), fixed, partial
+    _launch(grad_squared_norm_kernel, *given, ahead=ahead, block=block, **numbers)
     return partial.sum()
 
 
-def sgd_(*vectors: Tensor, **numbers: float) -> None:
+def sgd_(
+    *vectors: Tensor, ahead: Tensor | None = None, rates: Tensor | None = None, **numbers: float
+) -> None:
     """See :func:`pwfn.bayes.kernels.reference.sgd_`; the offsets must be those of the same block."""
-    _update(sgd_kernel, *vectors, **numbers)
+    _update(sgd_kernel, *vectors, ahead=ahead, rates=rates, **numbers)
 
 
 def adamw_(
@@ -88,28 +100,41 @@ def adamw_(
     beta1: float = 0.9,
     beta2: float = 0.999,
     epsilon: float = 1e-8,
+    ahead: Tensor | None = None,
+    rates: Tensor | None = None,
     **numbers: float,
 ) -> None:
-    """See :func:`pwfn.bayes.kernels.reference.adamw_`; the offsets must be those of the same block."""
-    mean_bias = 1 - beta1**count
+    """See :func:`pwfn.bayes.kernels.reference.adamw_`; the offsets must be those of the same block.
+
+    What depends on the number of the step is computed on the device, by operations on one number each.
+    """
+    device = vectors[0].device
+    steps = torch.full((), float(count), dtype=torch.float64, device=device)
+    steps = steps if ahead is None else steps + ahead
+    if rates is None:
+        rates = torch.stack([torch.full((), rate, device=device) for rate in (lr, sigma_lr)])
+    wide_rates, mean_bias = rates.double(), 1 - beta1**steps
+    now = [*(wide_rates / mean_bias).unbind(), (1 - beta2**steps).sqrt(), wide_rates[0] * weight_decay]
     _update(
         adamw_kernel,
         *vectors,
-        rate=lr / mean_bias,
-        sigma_rate=sigma_lr / mean_bias,
-        root_bias=(1 - beta2**count) ** 0.5,
+        now=torch.stack(now).float(),
         keep_mean=1 - beta1,
         keep_square=1 - beta2,
         epsilon=epsilon,
-        decay=lr * weight_decay,
+        ahead=ahead,
         **numbers,
     )
 
 
 def _update(kernel: Any, /, *vectors: Tensor, **numbers: Any) -> None:
-    """Launch the step of an optimiser, which writes all vectors but the last four."""
+    """Launch the step of an optimiser, which writes all vectors but the last four.
+
+    Where sigma is not trained its state is empty.
+    """
     *written, grad_w, fixed, offsets, scale = vectors
-    numbers.update(length=written[2].numel(), floor=SIGMA_FLOOR)
+    trains_sigma = written[3].numel() > 0
+    numbers.update(length=written[2].numel(), floor=SIGMA_FLOOR, TRAIN_SIGMA=trains_sigma)
     _launch(kernel, *written, grad_w.contiguous(), fixed, offsets, scale, **numbers)
     increment_version(written)
 
@@ -152,6 +177,15 @@ def _normal_pair(x, y):
     angle = y.to(tl.float32) * 1.4629180792671596e-09
     radius = tl.sqrt(tl.maximum(-2.0 * tl.log(u), 0.0))
     return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@_jit
+def _moved(step, ahead):
+    """The number of a step, counted on the device from ``step`` on where there is a counter."""
+    if ahead is None:
+        return step.to(tl.int64)
+    else:
+        return step.to(tl.int64) + tl.load(ahead)
 
 
 @_jit
@@ -204,6 +238,7 @@ def draw_kernel(
     floor,
     seed,
     step,
+    ahead,
     NOISE_ON_FIXED: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -217,7 +252,7 @@ def draw_kernel(
         sigma = tl.where(held, tl.load(fixed_sigma + at, mask=held, other=0.0).to(WIDE), sigma)
     else:
         sigma = tl.where(held, 0.0, sigma)
-    w = tl.fma(sigma, _noise(seed, step, start, BLOCK), mu)
+    w = tl.fma(sigma, _noise(seed, _moved(step, ahead), start, BLOCK), mu)
     tl.store(out + at, w, mask=held | free)
 
 
@@ -233,21 +268,36 @@ def draw_backward_kernel(
 
 
 @_jit
-def grad_squared_norm_kernel(grad_w, fixed, partial, n, seed, step, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def grad_squared_norm_kernel(
+    grad_w, fixed, partial, n, seed, step, ahead, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
     """``sum g^2 (1 + eps^2)`` over the free weights of each block."""
     start, at, _, free = _places(fixed, n, BLOCK)
     grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE)
-    noise = _noise(seed, step, start, BLOCK)
+    noise = _noise(seed, _moved(step, ahead), start, BLOCK)
     tl.store(partial + tl.program_id(0), tl.sum(grad * grad * tl.fma(noise, noise, 1.0), axis=0))
 
 
 @_jit
-def _gradients(free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE: tl.constexpr):
-    """mu, sigma and their gradients, with the gradient of the regulariser, which is not scaled."""
-    mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
+def _sigma_and_gradient(
+    free_sigma,
+    at,
+    free,
+    seed,
+    step,
+    ahead,
+    start,
+    grad,
+    alpha,
+    cap,
+    floor,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sigma and its gradient, with that of the regulariser, which is not scaled."""
     sigma = _floored(tl.load(free_sigma + at, mask=free, other=0.0).to(WIDE), floor)
-    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE) * tl.load(scale).to(WIDE)
-    return mu, sigma, grad, tl.fma(grad, noise, -tl.where(sigma < cap, alpha, 0.0))
+    noise = _noise(seed, _moved(step, ahead), start, BLOCK)
+    return sigma, tl.fma(grad, noise, -tl.where(sigma < cap, alpha, 0.0))
 
 
 @_jit
@@ -271,24 +321,31 @@ def sgd_kernel(
     floor,
     seed,
     step,
+    ahead,
+    rates,
+    TRAIN_SIGMA: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One step of SGD with momentum, where free."""
     start, at, _, free = _places(fixed, n, BLOCK)
     slot, free = _slots(offsets, free, length)
-    noise = _noise(seed, step, start, BLOCK)
-    mu, sigma, grad_mu, grad_sigma = _gradients(
-        free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
-    )
+    if rates is not None:
+        lr, sigma_lr = tl.load(rates), tl.load(rates + 1)
+    mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE) * tl.load(scale).to(WIDE)
     kept_mu = tl.load(momentum_mu + slot, mask=free, other=0.0).to(WIDE)
-    kept_mu = tl.fma(momentum, kept_mu, tl.fma(weight_decay, mu, grad_mu))
-    kept_sigma = tl.load(momentum_sigma + slot, mask=free, other=0.0).to(WIDE)
-    kept_sigma = tl.fma(momentum, kept_sigma, grad_sigma)
+    kept_mu = tl.fma(momentum, kept_mu, tl.fma(weight_decay, mu, grad))
     tl.store(momentum_mu + slot, kept_mu, mask=free)
-    tl.store(momentum_sigma + slot, kept_sigma, mask=free)
     tl.store(free_mu + at, tl.fma(-lr, kept_mu, mu), mask=free)
-    tl.store(free_sigma + at, _floored(tl.fma(-sigma_lr, kept_sigma, sigma), floor), mask=free)
+    if TRAIN_SIGMA:
+        sigma, grad_sigma = _sigma_and_gradient(
+            free_sigma, at, free, seed, step, ahead, start, grad, alpha, cap, floor, WIDE, BLOCK
+        )
+        kept_sigma = tl.load(momentum_sigma + slot, mask=free, other=0.0).to(WIDE)
+        kept_sigma = tl.fma(momentum, kept_sigma, grad_sigma)
+        tl.store(momentum_sigma + slot, kept_sigma, mask=free)
+        tl.store(free_sigma + at, _floored(tl.fma(-sigma_lr, kept_sigma, sigma), floor), mask=free)
 
 
 @_jit
@@ -317,46 +374,47 @@ def adamw_kernel(
     fixed,
     offsets,
     scale,
+    now,
     n,
     length,
-    rate,
-    sigma_rate,
-    root_bias,
     keep_mean,
     keep_square,
     epsilon,
-    decay,
     alpha,
     cap,
     floor,
     seed,
     step,
+    ahead,
+    TRAIN_SIGMA: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step of AdamW, where free."""
+    """One step of AdamW, where free. ``now`` is (rate, sigma's rate, root of the bias, weight decay)."""
     start, at, _, free = _places(fixed, n, BLOCK)
     slot, free = _slots(offsets, free, length)
-    noise = _noise(seed, step, start, BLOCK)
-    mu, sigma, grad_mu, grad_sigma = _gradients(
-        free_mu, free_sigma, grad_w, scale, at, free, noise, alpha, cap, floor, WIDE
-    )
-    mu = tl.fma(-decay, mu, mu)
-    mu = mu - _adam_step(
-        mean_mu, square_mu, grad_mu, slot, free, rate, root_bias, keep_mean, keep_square, epsilon, WIDE
-    )
-    sigma = sigma - _adam_step(
-        mean_sigma,
-        square_sigma,
-        grad_sigma,
-        slot,
-        free,
-        sigma_rate,
-        root_bias,
-        keep_mean,
-        keep_square,
-        epsilon,
-        WIDE,
+    rate, sigma_rate, root_bias, decay = tl.load(now), tl.load(now + 1), tl.load(now + 2), tl.load(now + 3)
+    mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
+    grad = tl.load(grad_w + at, mask=free, other=0.0).to(WIDE) * tl.load(scale).to(WIDE)
+    mu = tl.fma(-decay, mu, mu) - _adam_step(
+        mean_mu, square_mu, grad, slot, free, rate, root_bias, keep_mean, keep_square, epsilon, WIDE
     )
     tl.store(free_mu + at, mu, mask=free)
-    tl.store(free_sigma + at, _floored(sigma, floor), mask=free)
+    if TRAIN_SIGMA:
+        sigma, grad_sigma = _sigma_and_gradient(
+            free_sigma, at, free, seed, step, ahead, start, grad, alpha, cap, floor, WIDE, BLOCK
+        )
+        sigma = sigma - _adam_step(
+            mean_sigma,
+            square_sigma,
+            grad_sigma,
+            slot,
+            free,
+            sigma_rate,
+            root_bias,
+            keep_mean,
+            keep_square,
+            epsilon,
+            WIDE,
+        )
+        tl.store(free_sigma + at, _floored(sigma, floor), mask=free)
