@@ -70,8 +70,8 @@ class RecordedStep(Generic[T]):
                 result = self._work(static, where)
         except (RuntimeError, PwfnError) as error:
             _recover(stream)
-            first = error.__context__ or error  # leaving the capture fails too, and says less
-            self._give_up(where, cause(first), before)
+            first = error.__context__  # leaving the capture fails too, and says less
+            self._give_up(where, cause(first if isinstance(first, Exception) else error), before)
             return
         if _drew_on_the_host(before):
             self._give_up(where, "the model draws random numbers on the host", before)
