@@ -2,7 +2,7 @@
 
 python experiments/uncertainty_per_byte.py --model cifar_resnet20 --weights trained/resnet20_*.safetensors \
     --data npz:data/cifar10.npz --ood npz:data/fashion.npz npz:data/mnist.npz \
-    --folder runs/per_byte/resnet20 --preset small --target-bytes 46000
+    --folder tables/per_byte/resnet20 --preset small --target-bytes 46000
 
 `--weights` are independent trainings. The first is compressed with every seed, the others with the first
 seed, into FOLDER/training0_seed0/model.pwfn and so on; the first also by the paper's method, into
