@@ -105,7 +105,13 @@ def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         codes = (180,) * len(made.layout.entries)
         replace(made, sigma_codes=codes).save(path, record={"model": "digits_resnet"})
     words = ["--model", "digits_resnet", "--data", "digits", "--ood", "noise", "shift:rotate:90"]
-    words += ["--weights", str(tmp_path / "0.pt"), str(tmp_path / "1.pt"), "--folder", str(tmp_path / "files")]
+    words += [
+        "--weights",
+        str(tmp_path / "0.pt"),
+        str(tmp_path / "1.pt"),
+        "--folder",
+        str(tmp_path / "files"),
+    ]
     words += ["--no-compress", "--seeds", "0", "--samples", "2", "--limit", "50", "--device", "cpu"]
     monkeypatch.setattr("sys.argv", ["uncertainty_per_byte.py", *words, "--commit", "abc"])
     per_byte.main()
