@@ -41,7 +41,7 @@ _EXAMPLES = 64  # per step; four draws of each are in memory together
 _CHECK_EXAMPLES, _CHECK_DRAWS = 1024, 8  # examples that are not in the fit, and draws for each
 _START, _LARGEST, _SMALLEST = 0.1, 2.0, 2.0**-8  # of sigma, in root mean squares of the tensor
 _SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125)  # of the fitted sigmas, tried in this order
-_ERRORS = 2.0  # standard errors by which draws must be better than the point estimate
+_ERRORS = 2.0  # a difference of fewer standard errors is none
 
 
 def fit_posterior(
@@ -67,10 +67,10 @@ def fit_posterior(
     sigma is almost zero. So the inputs are mixed, ``0.75 x_j + 0.25 x_(j-1)``, with the target of the first.
     Inputs that are whole numbers, such as tokens, stay as they are.
 
-    Then all sigmas are multiplied by one scale from 1 to 1/8: the smallest whose likelihood of 1,024 examples
-    that were not in the fit, with 8 independent draws, is within one standard error of the best. If it is not
-    higher than that of the point estimate by two standard errors, every sigma is zero: there is no posterior
-    worth drawing from.
+    Then all sigmas are multiplied by one scale from 1 to 1/8: the smallest that is as good as the best by the
+    likelihood of 1,024 examples that were not in the fit, with 8 independent draws; a difference within two
+    standard errors is none. If it is no better than the point estimate, every sigma is zero: there is no
+    posterior worth drawing from.
 
     Args:
         compressed: the network; its values do not change.
@@ -281,7 +281,7 @@ class _Fit:
 
 
 def chosen(gains: Sequence[Tensor], tried: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The last of ``tried``, from large to small noise, that is within one standard error of the best.
+    """The last of ``tried``, from large to small noise, that is within two standard errors of the best.
 
     ``gains`` are log-likelihoods minus those of the point estimate, one tensor of examples for each. The
     standard error is that of the paired differences from the best. The likelihood hardly changes around its
@@ -300,13 +300,13 @@ def chosen(gains: Sequence[Tensor], tried: Sequence[tuple[int, ...]]) -> tuple[i
 
 
 def equals_best(gains: Sequence[Tensor]) -> bool:
-    """Whether the last is within one standard error of the best, by paired differences.
+    """Whether the last is within two standard errors of the best, by paired differences.
 
     >>> equals_best([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.5])])
     True
     """
     behind, error = _mean_and_error(max(gains, key=lambda gain: float(gain.mean())) - gains[-1])
-    return behind <= error
+    return behind <= _ERRORS * error
 
 
 def _mean_and_error(numbers: Tensor) -> tuple[float, float]:
