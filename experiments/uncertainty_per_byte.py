@@ -218,8 +218,7 @@ def row(name: str, which: str, size: int, logs: Logs, sets: Sets) -> dict[str, A
     temperature = calibration.fit_temperature(logs[_TEST][held], sets.targets[held])
     tempered = {"temperature": temperature, **measured(logs, sets, temperature)}
     lengths = {"test": len(sets.targets), "scored": len(sets.scored)}
-    lengths["foreign"] = max((len(logs[spec]) for spec in sets.foreign), default=0)
-    lengths["shifted"] = len(logs[sets.shifted[0][0]])
+    lengths |= {"foreign": len(logs[sets.foreign[0]]), "shifted": len(logs[sets.shifted[0][0]])}
     return {
         "row": name,
         "which": which,
@@ -230,11 +229,16 @@ def row(name: str, which: str, size: int, logs: Logs, sets: Sets) -> dict[str, A
     }
 
 
+def together(name: str, members: Sequence[tuple[Logs, int]], sets: Sets) -> dict[str, Any]:
+    """One line for the mean prediction of several predictors, with all their bytes."""
+    return row(name, "", sum(size for _, size in members), mean_of([logs for logs, _ in members]), sets)
+
+
 def rows(options: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
     """Every row, in the order of the table."""
     how = RunOptions(options.model, options.data, options.folder, "", device=options.device)
     first = open_file(next(iter(files.values())), how, options.seed)
-    network, device = first.network, first.distributed.device
+    network = first.network
     sets = Sets.opened(first, options.ood, options.limit)
 
     def drawn(compressed: Compressed, samples: int) -> Logs:
@@ -255,11 +259,10 @@ def rows(options: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[dic
             if kind == "fp32":
                 originals.append((logs, size))
     if len(originals) > 1:
-        together, size = mean_of([logs for logs, _ in originals]), sum(size for _, size in originals)
-        yield row(f"{len(originals)} originals, fp32", "", size, together, sets)
+        yield together(f"{len(originals)} originals, fp32", originals, sets)
 
     train = open_source(options.data, replace(first.images, augment=False, testing=False)).train
-    found: dict[str, tuple[Logs, Logs, int]] = {}  # point estimate, draws, bytes
+    members: dict[str, list[tuple[Logs, int]]] = {"point estimates": [], "draws": []}
     for name, path in files.items():
         paper, compressed = name.startswith("paper"), load(path)
         if compressed.posterior != "tensor" and not paper:
@@ -268,22 +271,20 @@ def rows(options: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[dic
                 fit_file(path, fitted, how, seed=options.seed)
             compressed = load(fitted)
         centres, size = drawn(compressed, 0), len(compressed.dumps(posterior="none"))
-        draws = drawn(compressed, options.samples)
-        found[name] = (centres, draws, len(compressed.dumps()))
+        draws, size_drawn = drawn(compressed, options.samples), len(compressed.dumps())
         if name.startswith("training0") or paper:
             of = "paper, " if paper else ""
             yield row(f"{of}point estimate", name, size, centres, sets)
-            yield row(f"{of}{options.samples} draws", name, found[name][2], draws, sets)
+            yield row(f"{of}{options.samples} draws", name, size_drawn, draws, sets)
         if name.startswith("training0"):
-            for label, logs, more in laplace(compressed.apply_to(network).to(device), train, sets):
+            for label, logs, more in laplace(compressed.apply_to(network), train, sets):
                 yield row(label, name, size + more, logs, sets)
-    seed = options.seeds[0]
-    trainings = [own for name, own in found.items() if name.endswith(f"seed{seed}") and "paper" not in name]
-    for count in range(2, len(trainings) + 1):
-        size = sum(own[2] for own in trainings[:count])
-        for label, which in (("point estimates", 0), ("draws", 1)):
-            logs = mean_of([own[which] for own in trainings[:count]])  # type: ignore[misc]  # 0 or 1
-            yield row(f"{count} files, {label}", "", size, logs, sets)
+        if name.endswith(f"seed{options.seeds[0]}") and not paper:
+            members["point estimates"].append((centres, size))
+            members["draws"].append((draws, size_drawn))
+    for count in range(2, len(members["draws"]) + 1):
+        for label, own in members.items():
+            yield together(f"{count} files, {label}", own[:count], sets)
 
 
 def compressed_files(options: argparse.Namespace) -> dict[str, Path]:
@@ -297,9 +298,9 @@ def compressed_files(options: argparse.Namespace) -> dict[str, Path]:
         path = options.folder / name / "model.pwfn"
         if not path.exists() and not options.no_compress:
             paper = preset == "paper"
-            changes = [*options.changes, *(["fixing.rule=each"] if paper else [])]
-            config = settings(
-                preset, None, changes, seed, None, None, None if paper else options.target_bytes
+            config = settings(preset, None, options.changes, seed)
+            config = config.override(
+                {"fixing.rule": "each"} if paper else {"target.bytes": options.target_bytes}
             )
             chosen = RunOptions(options.model, options.data, path.parent, options.weights[number])
             # One sigma per centre: one per weight is several times the rest of the file.
