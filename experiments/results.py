@@ -26,7 +26,7 @@ import files
 import imagenet
 import posteriors
 import targets
-import uncertainty_table
+import uncertainty_per_byte
 from archive import Archive
 from PIL import Image
 
@@ -181,7 +181,7 @@ def pages(archive: Archive) -> dict[Path, str]:
     blocks = {
         "docs/uncertainty.md": {
             "posteriors": posteriors.table(results / "posteriors.jsonl"),
-            "uncertainty": uncertainty_table.table(results / "uncertainty"),
+            "per byte": uncertainty_per_byte.table(results / "uncertainty_per_byte.jsonl"),
         },
         "docs/results.md": {"files": files.table(results / "files.jsonl")},
         "docs/imagenet.md": {

@@ -403,7 +403,7 @@ def test_pages_are_written_and_found_stale(
         _retire(archive, "first", seed)
     _retire(archive, "second", 0)
     block = "before\n<!-- {0}: made by us -->\nold\n<!-- end of {0} -->\nafter\n"
-    for page, name in (("uncertainty", "uncertainty"), ("imagenet", "none"), ("results", "none")):
+    for page, name in (("uncertainty", "per byte"), ("imagenet", "none"), ("results", "none")):
         (archive.root / "docs" / f"{page}.md").write_text(block.format(name))
     assert _call(archive, "docs") == 0
     assert _call(archive, "docs", "--check") == 0
@@ -411,7 +411,7 @@ def test_pages_are_written_and_found_stale(
     assert "# A page\n\nIt begins.\n\n## Another table\n\n`make results NAME=more` repeats it." in text
     assert "## An old table\n\n###" in text
     page = (archive.root / "docs" / "uncertainty.md").read_text()
-    assert page == block.format("uncertainty").replace("old", "Not measured yet.")
+    assert page == block.format("per byte").replace("old", "Not measured yet.")
     assert "old" in (archive.root / "docs" / "imagenet.md").read_text()  # not a block of ours
     _leave(archive, "tiny", 1, top1=0.5)
     assert _call(archive, "docs", "--check") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ def test_the_sigma_of_a_linear_gaussian_model_is_recovered(
     """Its predictive distribution is N(w x, 1 + sigma^2 x^2), whose likelihood is the oracle here."""
     monkeypatch.setattr(predictive, "_DRAWS", 16)
     monkeypatch.setattr(predictive, "_CHECK_DRAWS", 64)
+    monkeypatch.setattr(predictive, "_CHECK_EXAMPLES", 9216)  # with fewer, smaller noise is as good
     weights = torch.tensor([1.5, -2.0])
     model, data = nn.Linear(2, 1, bias=False), linear(spread, weights)
     small = Compressed.of(Layout.of(model), weights, None, {})
@@ -71,6 +73,23 @@ def test_zero_is_found_where_the_data_say_zero() -> None:
     again = loads(fitted.dumps())
     assert again.sigma_codes == (0,)
     assert torch.equal(again.sample()["weight"], small.dense_state_dict()["weight"])
+
+
+def test_the_smallest_noise_that_is_as_good_as_the_best_is_chosen() -> None:
+    """By paired differences: +1 and -1 in turn have standard error 0.1 over a hundred examples."""
+    turns = torch.tensor([1.0, -1.0] * 50)
+    best = 2 + torch.zeros(100)
+    tried = [(4,), (3,), (2,), (1,)]
+    near, far = best - 0.19 + turns, best - 0.21 + turns
+    assert predictive.chosen([best - 1, best, near, far], tried) == (2,)
+    assert predictive.chosen([best - 1, best, far, far], tried) == (3,)
+    # Equal to the best, but not better than the point estimate by two standard errors.
+    noisy = 0.19 + turns
+    assert predictive.chosen([noisy, noisy], tried[:2]) == (0,)
+    assert predictive.chosen([noisy + 0.02, noisy], tried[:2]) == (4,)
+    infinite = torch.full((100,), -math.inf)
+    assert predictive.chosen([infinite, best], tried[:2]) == (3,)
+    assert predictive.chosen([infinite, infinite], tried[:2]) == (0,)
 
 
 def overconfident(scale: float, seed: int = 0) -> tuple[nn.Module, list[Any]]:
@@ -157,6 +176,19 @@ def test_data_that_will_not_do(data: list[Any], message: str) -> None:
     model = batchnorm_classifier(0)
     with pytest.raises(DataError, match=message):
         fit_posterior(compressed_of(model), model, data)
+
+
+def test_files_without_a_fitted_sigma_are_evaluated_without_draws(tmp_path: Path, call: Any) -> None:
+    torch.manual_seed(0)
+    model = digits_resnet()
+    for kind in ("none", "centre"):
+        small = compressed_of(model, sigma=torch.full((Layout.of(model).size,), 0.1))
+        small.save(tmp_path / "a.pwfn", posterior=kind, record={"model": "digits_resnet"})
+        assert load(tmp_path / "a.pwfn").tensor_sigma is None
+        words = ("evaluate", str(tmp_path / "a.pwfn"), "--data", "digits", "--device", "cpu", "--json")
+        status, said, _ = call(*words)
+        assert status == 0
+        assert not {"ensemble", "uncertainty"} & json.loads(said).keys()
 
 
 def test_one_example_is_too_few_to_check_a_fit() -> None:

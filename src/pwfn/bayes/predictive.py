@@ -41,7 +41,7 @@ _EXAMPLES = 64  # per step; four draws of each are in memory together
 _CHECK_EXAMPLES, _CHECK_DRAWS = 1024, 8  # examples that are not in the fit, and draws for each
 _START, _LARGEST, _SMALLEST = 0.1, 2.0, 2.0**-8  # of sigma, in root mean squares of the tensor
 _SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125)  # of the fitted sigmas, tried in this order
-_ERRORS = 2.0  # standard errors by which draws must be better than the point estimate
+_ERRORS = 2.0  # a difference of fewer standard errors is none
 
 
 def fit_posterior(
@@ -67,9 +67,10 @@ def fit_posterior(
     sigma is almost zero. So the inputs are mixed, ``0.75 x_j + 0.25 x_(j-1)``, with the target of the first.
     Inputs that are whole numbers, such as tokens, stay as they are.
 
-    Then the sigmas are scaled down, to an eighth at most, as long as the likelihood of 1,024 examples that
-    were not in the fit rises, with 8 independent draws. If it is not higher than that of the point estimate
-    by two standard errors, every sigma is zero: there is no posterior worth drawing from.
+    Then all sigmas are multiplied by one scale from 1 to 1/8: the smallest that is as good as the best by the
+    likelihood of 1,024 examples that were not in the fit, with 8 independent draws; a difference within two
+    standard errors is none. If it is no better than the point estimate, every sigma is zero: there is no
+    posterior worth drawing from.
 
     Args:
         compressed: the network; its values do not change.
@@ -240,25 +241,21 @@ class _Fit:
 
     @torch.no_grad()
     def checked(self, sigma: Tensor, batches: Sequence[Batch]) -> tuple[int, ...]:
-        """The codes of the best scale of sigma, if it is better than the point estimate; else zeros."""
+        """The codes of the smallest scale of sigma that is as good as the best one; else zeros."""
         prepared = [self.target(batch) for batch in batches]
         points = torch.cat([self._log_p(batch, []).double().reshape(-1) for batch in prepared])
-        best, before = (0,) * len(sigma), -math.inf
-        for scale in _SCALES:
-            codes = codes_of(scale * sigma)
+        tried, gains = [codes_of(scale * sigma) for scale in _SCALES], []
+        for codes in tried:
             self.net.sigma = sigma_of(codes).to(self.net.device, torch.float32)
             drawn = []
             for number, batch in enumerate(prepared):
                 self.before_batch()
                 drawn.append(self._log_p(batch, self._noise("check", number, _CHECK_DRAWS)))
             gain = torch.cat([each.double().reshape(-1) for each in drawn]) - points
-            mean = float(gain.mean().nan_to_num(-math.inf))
-            if mean < before:  # smaller noise is no better any more
+            gains.append(gain.nan_to_num(-math.inf))
+            if not equals_best(gains):  # nor will smaller noise be, whose gain goes to zero
                 break
-            before = mean
-            if mean > _ERRORS * float(gain.std(correction=0)) / math.sqrt(len(gain)):
-                best = codes
-        return best
+        return chosen(gains, tried)
 
     def _log_p(self, batch: Batch, draws: Sequence[Tensor]) -> Tensor:
         """The log of the mean probability of each target; of the point estimate for no draws."""
@@ -281,6 +278,39 @@ class _Fit:
         generator = torch.Generator(device).manual_seed(seed_from("posterior", what, self.seed, number))
         shape, dtype = self.net.values.shape, self.net.values.dtype
         return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(draws)]
+
+
+def chosen(gains: Sequence[Tensor], tried: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The last of ``tried``, from large to small noise, that is within two standard errors of the best.
+
+    ``gains`` are log-likelihoods minus those of the point estimate, one tensor of examples for each. The
+    standard error is that of the paired differences from the best. The likelihood hardly changes around its
+    best noise, while the accuracy falls with the square of the noise: so the smallest of equals is right. It
+    must also be better than the point estimate by two standard errors; if none is, the answer is zeros.
+
+    >>> near, far = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 0.1, 0.2])
+    >>> chosen([near + torch.tensor([0.1, -0.1, 0.1]), near, far], [(3,), (2,), (1,)])
+    (2,)
+    """
+    for number in range(len(gains), 0, -1):
+        mean, error = _mean_and_error(gains[number - 1])
+        if equals_best([*gains, gains[number - 1]]) and mean > _ERRORS * error:
+            return tried[number - 1]
+    return (0,) * len(tried[0])
+
+
+def equals_best(gains: Sequence[Tensor]) -> bool:
+    """Whether the last is within two standard errors of the best, by paired differences.
+
+    >>> equals_best([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.5])])
+    True
+    """
+    behind, error = _mean_and_error(max(gains, key=lambda gain: float(gain.mean())) - gains[-1])
+    return behind <= _ERRORS * error
+
+
+def _mean_and_error(numbers: Tensor) -> tuple[float, float]:
+    return float(numbers.mean()), float(numbers.std(correction=0)) / math.sqrt(len(numbers))
 
 
 def _parts(batch: Batch, count: int) -> Iterator[Batch]:
