@@ -245,12 +245,13 @@ class ConditionedNetwork(Method):
     def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
         """Squared error of the outputs relative to their variance, ``sum |z' - z|^2 / sum |z - mean|^2``.
 
+        The mean is that of each output over the images: an offset that all images share says nothing about one.
         Class scores are compared after their mean over the classes is subtracted, which softmax ignores.
         Unlike a divergence it does not depend on how confident the network is.
         """
         original = self._original[0].to(self.device)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        count = 0
+        error = torch.zeros((), dtype=torch.float64, device=self.device)
+        spread = _Spread()
         for batch in batches:
             before = _output(batch.through(original, "conditioning"))
             now = _output(batch.through(model, "conditioning"))
@@ -263,15 +264,10 @@ class ConditionedNetwork(Method):
                 raise DataError("the network's outputs are not finite: check the images, or the network")
             if is_logits(before):
                 before, now = (z - z.mean(1, keepdim=True) for z in (before, now))
-            z = before.double()
-            sums += torch.stack([(now.double() - z).square().sum(), z.sum(), z.square().sum()])
-            count += z.numel()
+            error += (now.double() - before.double()).square().sum()
+            spread.add(before.double())
         self._original[0].cpu()
-        error, total, square = sums.tolist()
-        variance = square - total**2 / max(count, 1)
-        if variance <= 1e-9 * square:  # one number alone
-            variance = square
-        distance = error / variance if variance else error
+        distance = float(error) / (spread.total() or 1.0)
         return distance if math.isfinite(distance) else math.inf  # too coarse
 
     def _parts(self, count: int) -> list[Batch]:
@@ -289,6 +285,29 @@ class ConditionedNetwork(Method):
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")
         return parts
+
+
+class _Spread:
+    """Sum of the squared deviations of outputs from their means, over batches."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, ...], tuple[int, Tensor]] = {}  # by shape: examples; sums of z and z^2
+
+    def add(self, z: Tensor) -> None:
+        """Add the outputs for some examples, which lie along the first axis."""
+        z = torch.atleast_1d(z)
+        sums = torch.stack([z.sum(0), z.square().sum(0)])
+        count, before = self._sums.get(z.shape[1:], (0, torch.zeros_like(sums)))
+        self._sums[z.shape[1:]] = count + len(z), before + sums
+
+    def total(self) -> float:
+        """About the means over examples; where all are alike, about the mean of all; else about zero."""
+        about_own = sum(float((s[1] - s[0].square() / n).sum()) for n, s in self._sums.values())
+        count = sum(n * s[0].numel() for n, s in self._sums.values())
+        of_all = sum(float(s[0].sum()) for _, s in self._sums.values())
+        squares = sum(float(s[1].sum()) for _, s in self._sums.values())
+        found = (about_own, squares - of_all**2 / max(count, 1))
+        return next((each for each in found if each > 1e-9 * squares), squares)
 
 
 def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
