@@ -253,8 +253,13 @@ def test_an_offset_that_all_images_share_does_not_hide_an_error():
     assert (now - before).var() < 0.05 * before.var(0).mean()
 
 
-def test_a_regression_of_one_image():
-    assert_on_grid(pwfn.compress(regression(), IMAGES[:1], preset="quick"))
+def test_one_image_does_not_make_the_grid_coarser():
+    """A network can be fitted to one image at any step, which says nothing about others."""
+    model = regression()
+    result = pwfn.compress(model, IMAGES[:1], preset="quick")
+    assert_on_grid(result)
+    assert step_of(result) <= 0.3 * rms_of(model)
+    assert "only 1 input:" in result.warnings[0]
 
 
 # A target: the step is searched

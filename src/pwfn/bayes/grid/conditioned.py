@@ -135,9 +135,8 @@ class ConditionedNetwork(Method):
                 self.notes, model = self._conditioned(self.grid_step, batches)
         count = sum(batch.size for batch in batches)
         if count < _FEW:
-            self.notes += (
-                f"the weights were fixed by only {count} inputs: give some hundred, up to a thousand",
-            )
+            inputs = "1 input" if count == 1 else f"{count} inputs"
+            self.notes += (f"the weights were fixed by only {inputs}: give some hundred, up to a thousand",)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -203,7 +202,10 @@ class ConditionedNetwork(Method):
         """
         tolerance = self.options.tolerance
         goal = tolerance / math.sqrt(_CLOSE)  # the middle of what ends the search
-        step, power = dyadic(_FIRST * self._root_mean_square), _POWER
+        # Fewer than four images are compared on, too. They fit any step, so that it may only become finer.
+        apart = sum(batch.size for batch in kept) < sum(batch.size for batch in used)
+        most = math.inf if apart else _FIRST / 2 * self._root_mean_square
+        step, power = dyadic(min(_FIRST * self._root_mean_square, most)), _POWER
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
         before: tuple[float, float] | None = None
         for _ in range(_TRIES):
@@ -220,7 +222,7 @@ class ConditionedNetwork(Method):
                 power = min(max(slope, _POWER / 2), _POWER * 2)
             before = step, distance
             factor = min(max((goal / distance) ** (1 / power), 0.25), 4.0)
-            step = dyadic(min(max(step * factor, fine), coarse))
+            step = dyadic(min(max(step * factor, fine), coarse, most))
             if not fine < step < coarse:
                 break
         return fine or step
