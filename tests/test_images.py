@@ -137,6 +137,25 @@ def test_many_that_cannot_be_read_are_refused(tmp_path: Path, good: int, bad: in
         open_source(f"images:{tmp_path}", OPTIONS)
 
 
+@pytest.mark.parametrize("ending", ["png", "pgm", "tif"])
+def test_sixteen_bits_are_read_by_their_upper_eight(tmp_path: Path, ending: str) -> None:
+    """As from microscopes and scanners; PIL alone would cut all greys above 255 off."""
+    for number in range(8):
+        Image.fromarray(np.full((9, 10), 256 * number + 7, dtype=np.uint16)).save(
+            tmp_path / f"{number}.{ending}"
+        )
+    data = open_source(f"images:{tmp_path}", OPTIONS)
+    assert sorted(greys(data, "train") + greys(data, "test")) == list(range(8))
+
+
+def test_floating_point_images_are_refused(tmp_path: Path) -> None:
+    """Nothing says which of their numbers is white."""
+    for number in range(2):
+        Image.fromarray(np.ones((9, 10), dtype=np.float32)).save(tmp_path / f"{number}.tif")
+    with pytest.raises(DataError, match="floating-point numbers: convert it"):
+        open_source(f"images:{tmp_path}", OPTIONS)
+
+
 def test_mistakes_get_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("no picture")

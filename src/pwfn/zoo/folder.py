@@ -269,6 +269,10 @@ def _read(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about unusual metadata, which some files of ImageNet have
         with path.open("rb") as file, Image.open(file) as image:
+            if image.mode == "F":
+                raise ValueError("its pixels are floating-point numbers: convert it to 8 or 16 bits")
+            if image.mode[0] == "I":  # 16 bits, which PIL would cut off at 255
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             return image.convert("RGB")
 
 

@@ -135,9 +135,8 @@ class ConditionedNetwork(Method):
                 self.notes, model = self._conditioned(self.grid_step, batches)
         count = sum(batch.size for batch in batches)
         if count < _FEW:
-            self.notes += (
-                f"the weights were fixed by only {count} inputs: give some hundred, up to a thousand",
-            )
+            inputs = "1 input" if count == 1 else f"{count} inputs"
+            self.notes += (f"the weights were fixed by only {inputs}: give some hundred, up to a thousand",)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -203,7 +202,10 @@ class ConditionedNetwork(Method):
         """
         tolerance = self.options.tolerance
         goal = tolerance / math.sqrt(_CLOSE)  # the middle of what ends the search
-        step, power = dyadic(_FIRST * self._root_mean_square), _POWER
+        # Fewer than four images are compared on, too. They fit any step, so that it may only become finer.
+        apart = sum(batch.size for batch in kept) < sum(batch.size for batch in used)
+        most = math.inf if apart else _FIRST / 2 * self._root_mean_square
+        step, power = dyadic(min(_FIRST * self._root_mean_square, most)), _POWER
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
         before: tuple[float, float] | None = None
         for _ in range(_TRIES):
@@ -220,7 +222,7 @@ class ConditionedNetwork(Method):
                 power = min(max(slope, _POWER / 2), _POWER * 2)
             before = step, distance
             factor = min(max((goal / distance) ** (1 / power), 0.25), 4.0)
-            step = dyadic(min(max(step * factor, fine), coarse))
+            step = dyadic(min(max(step * factor, fine), coarse, most))
             if not fine < step < coarse:
                 break
         return fine or step
@@ -245,12 +247,13 @@ class ConditionedNetwork(Method):
     def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
         """Squared error of the outputs relative to their variance, ``sum |z' - z|^2 / sum |z - mean|^2``.
 
+        The mean is that of each output over the images: an offset that all images share says nothing about one.
         Class scores are compared after their mean over the classes is subtracted, which softmax ignores.
         Unlike a divergence it does not depend on how confident the network is.
         """
         original = self._original[0].to(self.device)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        count = 0
+        error = torch.zeros((), dtype=torch.float64, device=self.device)
+        spread = _Spread()
         for batch in batches:
             before = _output(batch.through(original, "conditioning"))
             now = _output(batch.through(model, "conditioning"))
@@ -263,15 +266,10 @@ class ConditionedNetwork(Method):
                 raise DataError("the network's outputs are not finite: check the images, or the network")
             if is_logits(before):
                 before, now = (z - z.mean(1, keepdim=True) for z in (before, now))
-            z = before.double()
-            sums += torch.stack([(now.double() - z).square().sum(), z.sum(), z.square().sum()])
-            count += z.numel()
+            error += (now.double() - before.double()).square().sum()
+            spread.add(before.double())
         self._original[0].cpu()
-        error, total, square = sums.tolist()
-        variance = square - total**2 / max(count, 1)
-        if variance <= 1e-9 * square:  # one number alone
-            variance = square
-        distance = error / variance if variance else error
+        distance = float(error) / (spread.total() or 1.0)
         return distance if math.isfinite(distance) else math.inf  # too coarse
 
     def _parts(self, count: int) -> list[Batch]:
@@ -289,6 +287,29 @@ class ConditionedNetwork(Method):
         if not parts:
             raise DataError("there is no image to compress with: give some hundred, up to a thousand")
         return parts
+
+
+class _Spread:
+    """Sum of the squared deviations of outputs from their means, over batches."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, ...], tuple[int, Tensor]] = {}  # by shape: examples; sums of z and z^2
+
+    def add(self, z: Tensor) -> None:
+        """Add the outputs for some examples, which lie along the first axis."""
+        z = torch.atleast_1d(z)
+        sums = torch.stack([z.sum(0), z.square().sum(0)])
+        count, before = self._sums.get(z.shape[1:], (0, torch.zeros_like(sums)))
+        self._sums[z.shape[1:]] = count + len(z), before + sums
+
+    def total(self) -> float:
+        """About the means over examples; where all are alike, about the mean of all; else about zero."""
+        about_own = sum(float((s[1] - s[0].square() / n).sum()) for n, s in self._sums.values())
+        count = sum(n * s[0].numel() for n, s in self._sums.values())
+        of_all = sum(float(s[0].sum()) for _, s in self._sums.values())
+        squares = sum(float(s[1].sum()) for _, s in self._sums.values())
+        found = (about_own, squares - of_all**2 / max(count, 1))
+        return next((each for each in found if each > 1e-9 * squares), squares)
 
 
 def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
