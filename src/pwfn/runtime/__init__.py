@@ -6,7 +6,7 @@
 
 from pwfn.runtime.apply import Coded, apply_indices
 from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight
-from pwfn.runtime.library import expand, index_dtype, indexed_linear
+from pwfn.runtime.library import expand, index_dtype, indexed_conv2d, indexed_linear, pack
 from pwfn.runtime.memory import Held, MemoryReport, memory_report
 
 __all__ = [
@@ -19,6 +19,8 @@ __all__ = [
     "apply_indices",
     "expand",
     "index_dtype",
+    "indexed_conv2d",
     "indexed_linear",
     "memory_report",
+    "pack",
 ]
