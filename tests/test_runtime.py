@@ -28,6 +28,7 @@ from pwfn.runtime import (
     IndexedEmbedding,
     IndexedLinear,
     IndexedWeight,
+    capture,
     expand,
     index_dtype,
     indexed_conv2d,
@@ -520,6 +521,17 @@ def test_the_benchmark_prints_one_line_per_case() -> None:
     assert len(found) >= 3
     assert all(keys <= line.keys() for line in found)
     assert all(line["ours_bytes"] < line["rival_bytes"] for line in found)
+
+
+def test_without_a_gpu_a_captured_network_is_the_network() -> None:
+    dense, small = both(convnet())
+    x = torch.randn(2, 3, 4, 4)
+    run = capture(small, x)
+    assert torch.equal(run(x), dense(x))
+    with pytest.raises(WeightError, match=r"of shape \(1, 3, 4, 4\)"):
+        run(x[:1])
+    with pytest.raises(WeightError, match="training mode"):
+        capture(small.train(), x)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Conv2d(2, 4, 3), lambda: nn.MultiheadAttention(4, 2)])

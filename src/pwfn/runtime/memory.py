@@ -75,7 +75,7 @@ def memory_report(model: nn.Module, *, inputs: int | None = None) -> MemoryRepor
     >>> weight = IndexedWeight(torch.zeros(3, 4, dtype=torch.uint8), torch.tensor([[0.5]]))
     >>> found = memory_report(nn.Sequential(IndexedLinear(weight, torch.zeros(3))))
     >>> found.index_bytes, found.palette_bytes, found.kept_dense_bytes, found.dense_bytes
-    (12, 4, 12, 60)
+    (6, 4, 12, 60)
     >>> found.largest_transient_bytes
     48
     """
