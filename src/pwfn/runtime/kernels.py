@@ -329,22 +329,25 @@ def dot_load(x, indices, palettes, bias, out, inputs, rows, columns, size, part_
 
 @jit
 def expand(indices, palettes, out, count, size, inner, length, parts, inner_columns, columns,
-           PARTS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+           PARTS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
     """The dense tensor, element by element; an index beyond its palette gives zero.
 
     The axis that is cut into ``parts`` has ``length`` places, ``inner`` elements apart. If PACKED, two
     neighbours along an axis of ``columns`` places, ``inner_columns`` elements apart, share a byte.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if WIDE:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if PACKED:
-        line = at // inner_columns  # whole lines along the axis, and the place in the last one
-        column = line % columns
-        byte = (line // columns * ((columns + 1) // 2) + column // 2) * inner_columns + at % inner_columns
-        index = tl.load(indices + byte, mask=at < count, other=0).to(tl.int32)
-        index = (index >> (column % 2 * 4).to(tl.int32)) & 15
+        line = at // inner_columns  # counts columns through all that is before them
+        if not EVEN:
+            line += line // columns  # rows begin with a new byte
+        index = tl.load(indices + line // 2 * inner_columns + at % inner_columns, mask=at < count, other=0)
+        index = (index.to(tl.int32) >> (line % 2 * 4).to(tl.int32)) & 15
     else:
         index = tl.load(indices + at, mask=at < count, other=0).to(tl.int32)
     held = (at < count) & (index >= 0) & (index < size)
     if PARTS:
-        index += ((at // inner % length) * parts // length * size).to(tl.int32)
+        index += ((at // inner % length).to(tl.int64) * parts // length * size).to(tl.int32)
     tl.store(out + at, tl.load(palettes + index, mask=held, other=0.0), mask=at < count)

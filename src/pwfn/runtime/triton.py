@@ -135,6 +135,8 @@ def expand(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = N
                 *(inner_columns, columns or 1),
                 PARTS=parts > 1,
                 PACKED=columns is not None,
+                EVEN=(columns or 0) % 2 == 0,
+                WIDE=out.numel() + block >= 2**31,
                 BLOCK=block,
             )
     return out.permute(sorted(range(len(order)), key=order.__getitem__))
