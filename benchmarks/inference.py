@@ -1,6 +1,6 @@
-"""How fast and how large: running from uint8 indices, against dense weights.
+"""How fast and how large: running from indices, against dense weights.
 
-    python benchmarks/inference.py [--quick] [--device cpu|cuda] [--tune]
+    python benchmarks/inference.py [--quick] [--device cpu|cuda] [--tune bytes|packed|convolutions]
 
 One JSON line a case, every time a median. ``ratio`` is our time over the rival's in the same run, below 1
 where we are faster; ``speedup`` is its inverse.
@@ -12,19 +12,21 @@ times its L2 cache, and one after the other is called, so that every weight come
 graph: launches cost both the same there, and the start of the graph next to nothing. ``ours_eager_s`` and
 ``rival_eager_s`` are that of calls from Python, one after the other. ``variants_s`` has every kernel that
 fits (see ``pwfn.runtime.triton``); ``ours_s`` is the one that is chosen.
-Indices are drawn evenly from 256 values, the hardest case for look-ups; in one case, ``peaked``, half of all
-weights are at one value, as from training. ``floor_s`` is the time to read the indices at the rate of a large
-copy.
+Indices are drawn evenly from 256 values, one byte each, or from 16 values, two in a byte; in one case,
+``peaked``, half of all weights are at one value, as from training. ``floor_s`` is the time to read the
+indices at the rate of a large copy.
 ``ours_bytes`` and ``rival_bytes`` are the weights'. ``difference`` is between both results, relative to their
 norm.
 
 A whole network, ResNet-18 for CIFAR-10 fixed in one round without training, bf16 and channels-last, with
-images one and 128 at a time: ``ours_bytes`` and ``rival_bytes`` are the most memory held during a call, with
-the weights. Its convolutions make their weights dense one at a time.
+images one and 128 at a time, and both networks captured as one CUDA graph each: ``ours_bytes`` and
+``rival_bytes`` are the most memory held during a call, with the weights. Convolutions compute from indices
+where there are few places, and make their weights dense one at a time elsewhere.
 
-``--tune`` prints the time of every program shape in ``MMA_SHAPES`` and ``GEMV_SHAPES`` instead. ``--quick``
-takes small layers, a small network and few repeats; on a CPU the reference looks a weight up before it
-multiplies, which is for memory, not for speed.
+``--tune`` prints the time of every program shape instead: of linear layers with one index (``bytes``) or two
+(``packed``) in a byte, or of the convolutions of ResNet-18 with one image. ``--quick`` takes small layers, a
+small network and few repeats; on a CPU the reference looks a weight up before it multiplies, which is for
+memory, not for speed.
 """
 
 from __future__ import annotations
@@ -45,15 +47,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwfn import Config, GaussianNetwork, __version__
-from pwfn.runtime import indexed_linear, memory_report
+from pwfn.runtime import indexed_conv2d, indexed_linear, memory_report, pack
 from pwfn.zoo.models import create
 
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
 INPUTS = (1, 4, 16, 32)
-VALUES = 256
+VALUES = (256, 16)
 MMA_SHAPES = (
     *((1, 16, 16, 1), (1, 8, 8, 1), (1, 8, 8, 2), (1, 16, 8, 1), (1, 16, 4, 1), (1, 8, 4, 1), (1, 8, 2, 1)),
     *((1, 4, 4, 2), (2, 4, 4, 1), (2, 4, 2, 1), (2, 2, 2, 2)),
+)
+# Tiles, warps, split, steps, depth, x ahead; each with and without an early start.
+PACKED_SHAPES = (
+    *(
+        (1, 16, 16, 1, 1, 0),
+        (1, 16, 16, 1, 2, 0),
+        (1, 16, 16, 1, 1, 1),
+        (1, 16, 8, 1, 2, 0),
+        (1, 32, 32, 1, 1, 0),
+    ),
+    *((1, 8, 8, 1, 1, 0), (1, 8, 8, 1, 2, 0), (1, 8, 8, 1, 3, 0), (1, 8, 8, 1, 4, 0), (1, 8, 8, 1, 2, 1)),
+    *((1, 8, 8, 2, 1, 0), (1, 8, 8, 2, 2, 0), (2, 8, 8, 1, 1, 0), (2, 8, 8, 1, 2, 0), (2, 16, 16, 1, 1, 0)),
+    *((1, 8, 4, 1, 2, 0), (1, 4, 4, 1, 2, 0), (1, 4, 4, 1, 4, 0), (1, 4, 4, 2, 2, 0), (2, 4, 4, 1, 2, 0)),
+    *((1, 8, 8, 1), (2, 4, 4, 1), (1, 4, 4, 2), (2, 2, 2, 2)),
+)
+# Tiles, warps, split, steps, depth, x ahead, early, groups.
+CONV_SHAPES = (
+    *(
+        (1, 16, 16, 1, 1, 1, 0, 1),
+        (1, 16, 16, 1, 2, 0, 0, 1),
+        (1, 8, 8, 1, 1, 1, 0, 1),
+        (1, 8, 8, 1, 2, 0, 0, 1),
+    ),
+    *((1, 8, 4, 1, 1, 1, 0, 1), (1, 8, 8, 1, 1, 0, 0, 2), (1, 8, 8, 1, 2, 0, 0, 2), (1, 8, 4, 1, 1, 0, 0, 2)),
+    *((2, 8, 8, 1, 1, 0, 0, 2), (1, 4, 4, 1, 1, 0, 0, 2), (1, 4, 4, 1, 1, 0, 0, 4), (1, 4, 4, 1, 2, 0, 0, 4)),
+    *((1, 4, 2, 1, 1, 0, 0, 4), (2, 4, 4, 1, 1, 0, 0, 4), (2, 4, 2, 1, 1, 0, 0, 4), (1, 4, 4, 1, 1, 1, 0, 1)),
+)
+# Channels, outputs, kernel, stride and size of the image: those of ResNet-18 for CIFAR-10.
+CONVOLUTIONS = (
+    *(
+        (64, 64, 3, 1, 32),
+        (64, 128, 3, 2, 32),
+        (64, 128, 1, 2, 32),
+        (128, 128, 3, 1, 16),
+        (128, 256, 3, 2, 16),
+    ),
+    *((256, 256, 3, 1, 8), (256, 512, 3, 2, 8), (512, 512, 3, 1, 4)),
 )
 GEMV_SHAPES = ((8, 8, 2), (2, 8, 8), (2, 16, 4), (4, 16, 2), (4, 4, 4))
 CAPTURED = 60
@@ -66,18 +105,25 @@ class Layers:
     """Copies of one layer, as indices and as dense weights."""
 
     def __init__(
-        self, rows: int, columns: int, inputs: int, copies: int, device: torch.device, peaked: bool = False
+        self,
+        rows: int,
+        columns: int,
+        inputs: int,
+        copies: int,
+        device: torch.device,
+        values: int = VALUES[0],
+        peaked: bool = False,
     ) -> None:
         dtype = torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
         shape = copies, rows, columns
-        indices = torch.randint(0, VALUES, shape, generator=generator, device=device, dtype=torch.uint8)
+        indices = torch.randint(0, values, shape, generator=generator, device=device, dtype=torch.uint8)
         if peaked:
-            indices[torch.rand(shape, generator=generator, device=device) < 0.5] = VALUES // 2
-        self.indices = list(indices)
-        values = torch.randn(VALUES, generator=generator, device=device).sort().values
-        self.palette = (values / columns**0.5).to(dtype)
-        self.dense = [self.palette[index.int()] for index in self.indices]
+            indices[torch.rand(shape, generator=generator, device=device) < 0.5] = values // 2
+        self.indices = [pack(index) if values <= 16 else index for index in indices]
+        palette = torch.randn(values, generator=generator, device=device).sort().values
+        self.palette = (palette / columns**0.5).to(dtype)
+        self.dense = [self.palette[index.int()] for index in indices]
         self.x = torch.randn(inputs, columns, generator=generator, device=device).to(dtype)
 
     def ours(self, **settings: Any) -> list[Call]:
@@ -160,12 +206,12 @@ class Bench:
         taken = medians_s({"copy": lambda: target.copy_(source)}, self.device, 10)["copy"]
         return 2 * source.nbytes / taken
 
-    def copies(self, rows: int, columns: int) -> int:
+    def copies(self, rows: int, columns: int, values: int) -> int:
         """How many layers exceed four times the cache, as indices."""
         if self.device.type == "cpu":
             return 2
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return max(2, -(-4 * cache // (rows * columns)))
+        return max(2, -(-4 * cache // (rows * columns // (2 if values <= 16 else 1))))
 
     def times(self, lists: dict[str, list[Call]]) -> dict[str, float]:
         """Seconds of one call of each list: all captured on a GPU, called on a CPU."""
@@ -177,11 +223,12 @@ class Bench:
         actions = {k: captured(calls) if on_gpu else partial(run_all, calls) for k, calls in lists.items()}
         return {k: s / count for k, s in medians_s(actions, self.device, self.repeats).items()}
 
-    def linear(self, rows: int, columns: int, inputs: int, peaked: bool = False) -> None:
+    def linear(self, rows: int, columns: int, inputs: int, values: int, peaked: bool = False) -> None:
         """One layer from indices against the dense one."""
-        layers = Layers(rows, columns, inputs, self.copies(rows, columns), self.device, peaked)
+        copies = self.copies(rows, columns, values)
+        layers = Layers(rows, columns, inputs, copies, self.device, values, peaked)
         lists = {"ours": layers.ours(), "rival": layers.theirs()}
-        lists |= {name: layers.ours(variant=name) for name in self.variants(inputs)}
+        lists |= {name: layers.ours(variant=name) for name in self.variants(inputs, values)}
         taken = self.times(lists)
         more: dict[str, Any] = {}
         if self.device.type == "cuda":
@@ -190,10 +237,11 @@ class Bench:
             more = {f"{k}_eager_s": round(s / len(lists[k]), 9) for k, s in found.items()}
             more["variants_s"] = {k: round(s, 9) for k, s in taken.items() if k not in ("ours", "rival")}
         if self.rate is not None:
-            more["floor_s"] = round(rows * columns / self.rate, 9)
+            more["floor_s"] = round(layers.indices[0].nbytes / self.rate, 9)
         index = layers.indices[0]
+        few = ", 16 values" if values == 16 else ""
         self.line(
-            f"linear {rows} × {columns}, {inputs} inputs{', peaked' if peaked else ''}",
+            f"linear {rows} × {columns}, {inputs} inputs{few}{', peaked' if peaked else ''}",
             (taken["ours"], taken["rival"]),
             "F.linear, bf16 weights",
             (index.nbytes + layers.palette.nbytes, layers.dense[0].nbytes),
@@ -201,32 +249,66 @@ class Bench:
             **more,
         )
 
-    def variants(self, inputs: int) -> list[str]:
+    def variants(self, inputs: int, values: int) -> list[str]:
         """The kernels that can take so many inputs."""
         if self.device.type == "cpu":
             return []
-        few = ["gemv-table", "gemv-load"] if inputs <= 8 else []
+        few = [*(["gemv-table"] if values > 16 else []), "gemv-load"] if inputs <= 8 else []
         return ["mma", *few, "dot-load", "dense"]
 
-    def tune(self, rows: int, columns: int, inputs: int) -> None:
-        """Every shape of program, fastest first."""
+    def tune(self, rows: int, columns: int, inputs: int, values: int) -> None:
+        """Every shape of program for a linear layer, fastest first."""
         from pwfn.runtime import triton as kernels
 
-        layers = Layers(rows, columns, inputs, self.copies(rows, columns), self.device)
+        layers = Layers(rows, columns, inputs, self.copies(rows, columns, values), self.device, values)
         lists = {"F.linear": layers.theirs()}
-        settings: list[tuple[str, tuple[int, ...]]] = []
-        settings += [("mma", shape) for shape in MMA_SHAPES if kernels.Mma(*shape).fits(inputs)]
-        if inputs <= 4:
+        shapes: list[tuple[int, ...]] = list(MMA_SHAPES)
+        if values <= 16:
+            shapes = [(*kernels.Mma(*shape)[:6], early) for shape in PACKED_SHAPES for early in (0, 1)]
+        settings = [("mma", shape) for shape in shapes if kernels.Mma(*shape).fits(inputs)]
+        if inputs <= 4 and values > 16:
             settings += [("gemv-table", shape) for shape in GEMV_SHAPES]
         for variant, shape in settings:
             lists[f"{variant} {shape}"] = layers.ours(variant=variant, shape=shape)
-        taken = dict(sorted(self.times(lists).items(), key=lambda item: item[1]))
-        facts = {
-            "case": f"tune, linear {rows} × {columns}, {inputs} inputs",
-            "speedup": {k: round(taken["F.linear"] / s, 3) for k, s in taken.items()},
-            "s": {k: round(s, 9) for k, s in taken.items()},
+        self.table(f"linear {rows} × {columns}, {inputs} inputs, {values} values", "F.linear", lists)
+
+    def tune_conv2d(self, case: tuple[int, ...]) -> None:
+        """Every shape of program for a convolution of one image; weights come from the cache."""
+        from pwfn.runtime import triton as kernels
+
+        channels, rows, size, stride, width = case
+        last, dtype = torch.channels_last, torch.bfloat16
+        kernel = rows, channels, size, size
+        indices = torch.randint(0, VALUES[0], kernel, device=self.device).to(torch.uint8)
+        indices = indices.contiguous(memory_format=last)
+        palette = torch.randn(VALUES[0], device=self.device).to(dtype)
+        dense = palette[indices.int()].contiguous(memory_format=last)
+        x = torch.randn(1, channels, width, width, device=self.device).to(dtype, memory_format=last)
+        geometry = (stride, stride), (size // 2, size // 2), (1, 1), 1
+        given = x, indices, palette[None], None, *geometry
+        calls: dict[str, Call] = {
+            "F.conv2d": partial(F.conv2d, x, dense, None, *geometry),
+            "chosen": partial(indexed_conv2d, *given),
         }
-        print(json.dumps(facts, ensure_ascii=False), flush=True)
+        for shape in CONV_SHAPES:
+            calls[str(shape)] = partial(kernels.indexed_conv2d, *given, shape=shape)
+        lists = {name: [call] * 10 for name, call in calls.items()}
+        self.table(f"convolution {channels} to {rows}, {size} × {size}, {width} × {width}", "F.conv2d", lists)
+
+    def table(self, case: str, rival: str, lists: dict[str, list[Call]]) -> None:
+        """Print the times of all, fastest first; what does not run is named."""
+        for name in list(lists):
+            try:
+                lists[name][0]()
+            except Exception as error:  # a shape that the compiler or the device refuses
+                print(f"tune, {case}: {name} does not run: {error}", flush=True)
+                del lists[name]
+        taken = dict(sorted(self.times(lists).items(), key=lambda item: item[1]))
+        print(f"tune, {case}: {rival} takes {taken[rival] * 1e6:.2f} µs")
+        for name, seconds in taken.items():
+            print(
+                f"  {seconds * 1e6:8.2f} µs  {taken[rival] / seconds:6.3f} times as fast  {name}", flush=True
+            )
 
     def network(self, inputs: int) -> None:
         """A whole network from indices against the dense one."""
@@ -326,7 +408,9 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="small layers and network, few repeats")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU, where there is one, unless told")
-    parser.add_argument("--tune", action="store_true", help="time every shape of program instead (GPU)")
+    parser.add_argument(
+        "--tune", choices=("bytes", "packed", "convolutions"), help="time shapes of programs instead (GPU)"
+    )
     arguments = parser.parse_args()
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(arguments.device or found)
@@ -335,11 +419,19 @@ def main() -> int:
     bench = Bench(device, arguments.quick)
     small = arguments.quick or device.type == "cpu"
     layers = ((512, 512), (1024, 512)) if small else LAYERS
-    for rows, columns in layers:
-        for inputs in INPUTS[:2] if small else INPUTS:
-            bench.tune(rows, columns, inputs) if arguments.tune else bench.linear(rows, columns, inputs)
-    if not arguments.tune:
-        bench.linear(*layers[0], inputs=1, peaked=True)
+    if arguments.tune == "convolutions":
+        for case in CONVOLUTIONS:
+            bench.tune_conv2d(case)
+    elif arguments.tune:
+        for rows, columns in reversed(layers):
+            for inputs in INPUTS:
+                bench.tune(rows, columns, inputs, VALUES[0] if arguments.tune == "bytes" else VALUES[1])
+    else:
+        for values in VALUES:
+            for rows, columns in layers:
+                for inputs in INPUTS[:2] if small else INPUTS:
+                    bench.linear(rows, columns, inputs, values)
+        bench.linear(*layers[0], inputs=1, values=VALUES[0], peaked=True)
         for images in (1, 4) if small else (1, 128):
             bench.network(images)
     return 0

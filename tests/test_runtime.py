@@ -28,11 +28,14 @@ from pwfn.runtime import (
     IndexedEmbedding,
     IndexedLinear,
     IndexedWeight,
+    capture,
     expand,
     index_dtype,
+    indexed_conv2d,
     indexed_linear,
     library,
     memory_report,
+    pack,
 )
 
 SIZES = (1, 127, 1025)
@@ -84,6 +87,45 @@ def test_palettes_of_all_sizes_and_types(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(expand(indices.int(), palette), palette[indices.long()])
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (3, 2), (2, 7), (4, 5, 3, 3), (2, 6, 1, 1), (2, 3, 5)], ids=str)
+def test_two_indices_in_a_byte_are_the_same_weight(shape: tuple[int, ...]) -> None:
+    indices, palettes = torch.randint(0, 16, shape, dtype=torch.uint8), torch.randn(1, 16)
+    formats = [torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])]
+    for memory_format in formats:
+        given = indices.contiguous(memory_format=memory_format)
+        packed = pack(given)
+        assert packed.numel() == shape[0] * -(-shape[1] // 2) * indices[0, 0].numel()
+        made = expand(packed, palettes, columns=shape[1])
+        assert torch.equal(made, palettes[0][indices.long()])
+        assert made.is_contiguous(memory_format=memory_format)
+    weight = IndexedWeight(indices, palettes)
+    assert weight.shape == indices.shape
+    assert torch.equal(weight.one_per_element(), indices)
+
+
+def test_only_small_palettes_are_packed() -> None:
+    indices = torch.zeros(2, 3, dtype=torch.uint8)
+    assert IndexedWeight(indices, torch.zeros(1, 16)).indices.shape == (2, 2)
+    assert IndexedWeight(indices, torch.zeros(1, 17)).indices.shape == (2, 3)
+    with pytest.raises(WeightError, match="17 values needs indices that are not packed"):
+        indexed_linear(torch.zeros(1, 3), pack(indices), torch.zeros(17))
+    with pytest.raises(WeightError, match="packed ones for 5 columns"):
+        expand(pack(indices), torch.zeros(3), columns=5)
+    with pytest.raises(WeightError, match="packing needs uint8"):
+        pack(indices.int())
+
+
+def test_a_layer_is_packed_if_it_uses_few_values_of_a_long_codebook() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(40, 40, bias=False))
+    lay, values = Layout.of(model), torch.arange(100.0)
+    vector = torch.cat([values[80:96], values[torch.arange(1600) % 100]])
+    small = Compressed.of(lay, vector, None, {}).apply_to(model, weights="indices")
+    assert small[0].indexed.indices.shape == (4, 2)
+    assert small[1].indexed.indices.shape == (40, 40)
+    assert torch.equal(small[0].weight, values[80:96].view(4, 4))
+    assert torch.equal(small[1].weight.flatten(), vector[16:])
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_each_part_has_its_palette(axis: int) -> None:
     indices, palettes = torch.randint(0, 5, (6, 4, 8), dtype=torch.uint8), torch.randn(2, 5)
@@ -109,6 +151,7 @@ def test_parts_of_a_large_tensor_are_right_across_its_pieces() -> None:
         ({"palettes": torch.zeros(4, device="meta")}, "on cpu, .* on meta"),
         ({"palettes": torch.zeros(3, 4)}, "2 rows .* 3"),
         ({"x": torch.zeros(2, 4)}, r"shape \(2, 4\)"),
+        ({"x": torch.zeros(())}, r"shape \(\)"),
         ({"x": torch.zeros(2, 3).bfloat16()}, "torch.bfloat16"),
         ({"bias": torch.zeros(3)}, r"bias has shape \(3,\)"),
     ],
@@ -131,16 +174,36 @@ def test_an_index_beyond_the_palette_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_opcheck(name: str) -> None:
     indices, palettes = drawn(6, 9, 13, parts=2)
+    packed, image = pack(indices), torch.randn(2, 9, 4, 5, requires_grad=True)
+    filters = indices.view(6, 9, 1, 1).expand(6, 9, 2, 1).contiguous()
     cases: dict[str, list[tuple[Any, ...]]] = {
-        "expand": [(indices, palettes, 0)],
+        "expand": [(indices, palettes, 0), (packed, palettes, 0, 9)],
+        "indexed_conv2d": [
+            (image, filters, palettes, torch.randn(6), (2, 1), (1, 0), (1, 1), 1),
+            (image, pack(filters), palettes, None, (1, 1), (0, 0), (1, 2), 1),
+        ],
         "indexed_linear": [
             (torch.randn(2, 3, 9, requires_grad=True), indices, palettes, torch.randn(6)),
             (torch.randn(9), indices, palettes, None),
+            (torch.randn(3, 9, requires_grad=True), packed, palettes, None),
         ],
     }
     for case in cases[name]:
         done = torch.library.opcheck(getattr(torch.ops.pwfn, name).default, case)
         assert set(done.values()) == {"SUCCESS"}
+
+
+def test_a_convolution_from_indices_and_its_gradient() -> None:
+    indices, palettes = torch.randint(0, 5, (6, 3, 3, 2), dtype=torch.uint8), torch.randn(1, 5)
+    x = torch.randn(2, 6, 7, 5, dtype=torch.float32, requires_grad=True)
+    settings = (2, 1), (1, 1), (1, 2), 2
+    wanted = F.conv2d(x, palettes[0][indices.long()], None, *settings)
+    for given in (indices, pack(indices)):
+        made = indexed_conv2d(x, given, palettes, None, *settings)
+        assert torch.equal(made, wanted)
+        (gradient,) = torch.autograd.grad(made.square().sum(), x)
+        (expected,) = torch.autograd.grad(wanted.square().sum(), x, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_gradients_go_to_the_input_and_to_nothing_else() -> None:
@@ -217,7 +280,7 @@ def test_tied_weights_and_shared_modules_stay_one() -> None:
         assert model.first is model.second
         assert torch.equal(model(x), dense(x))
     report = memory_report(small)
-    assert report.index_bytes == 66 + 36
+    assert report.index_bytes == (66 + 36) // 2  # two in a byte
     # The bias, four vectors and a counter of BatchNorm, two buffers.
     assert report.dense_bytes == 4 * (66 + 36 + 6) + 4 * 4 * 6 + 8 + 2 * 4
 
@@ -294,10 +357,11 @@ def test_the_report_counts_every_byte() -> None:
     _, small = both(convnet(), values=7)
     report = memory_report(small)
     weights, biases, norm = 8 * 27 + 128 * 5, 8 + 5, 4 * 8 * 4 + 8
-    assert report.index_bytes == weights
+    # Two neighbours in a byte: of three channels in two, of the linear layer in half as many.
+    assert report.index_bytes == 8 * 2 * 9 + 64 * 5
     assert report.palette_bytes == 2 * 7 * 4
     assert report.kept_dense_bytes == biases * 4 + norm
-    assert report.resident_bytes == weights + 56 + biases * 4 + norm
+    assert report.resident_bytes == 8 * 2 * 9 + 64 * 5 + 56 + biases * 4 + norm
     assert report.dense_bytes == (weights + biases) * 4 + norm
     assert report.largest_transient_bytes == 128 * 5 * 4
     assert report.resident_bytes == sum(t.nbytes for t in small.state_dict().values())
@@ -438,9 +502,9 @@ def test_kernels_are_registered_where_triton_is_and_it_is_not_imported(tmp_path:
     )
     source = str(ROOT / "src")
     hidden = "import sys; sys.modules['triton'] = None\n" + program
-    assert run("-c", hidden, PYTHONPATH=source) == "[False, False]"
+    assert run("-c", hidden, PYTHONPATH=source) == "[False, False, False]"
     (tmp_path / "triton.py").write_text("raise RuntimeError('imported')")
-    assert run("-c", program, PYTHONPATH=f"{tmp_path}{os.pathsep}{source}") == "[True, True]"
+    assert run("-c", program, PYTHONPATH=f"{tmp_path}{os.pathsep}{source}") == "[True, True, True]"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -457,6 +521,17 @@ def test_the_benchmark_prints_one_line_per_case() -> None:
     assert len(found) >= 3
     assert all(keys <= line.keys() for line in found)
     assert all(line["ours_bytes"] < line["rival_bytes"] for line in found)
+
+
+def test_without_a_gpu_a_captured_network_is_the_network() -> None:
+    dense, small = both(convnet())
+    x = torch.randn(2, 3, 4, 4)
+    run = capture(small, x)
+    assert torch.equal(run(x), dense(x))
+    with pytest.raises(WeightError, match=r"of shape \(1, 3, 4, 4\)"):
+        run(x[:1])
+    with pytest.raises(WeightError, match="training mode"):
+        capture(small.train(), x)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Conv2d(2, 4, 3), lambda: nn.MultiheadAttention(4, 2)])

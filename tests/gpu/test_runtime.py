@@ -24,7 +24,16 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from pwfn import Compressed, Layout, WeightError  # noqa: E402 - after the skips
 from pwfn.layout import untouched  # noqa: E402
-from pwfn.runtime import IndexedLinear, assembly, indexed_linear, library, memory_report, reference  # noqa: E402
+from pwfn.runtime import (  # noqa: E402
+    IndexedLinear,
+    assembly,
+    capture,
+    indexed_linear,
+    library,
+    memory_report,
+    pack,
+    reference,
+)
 from pwfn.runtime import triton as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -40,12 +49,19 @@ CLOSE = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7 if IN
 
 
 def drawn(
-    inputs: int, rows: int, columns: int, dtype: torch.dtype, size: int = 256, parts: int = 1
+    inputs: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    size: int = 256,
+    parts: int = 1,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(inputs + 10 * rows + 100 * columns)
     x = torch.randn(inputs, columns, generator=generator).to(DEVICE, dtype)
     indices = torch.randint(0, size, (rows, columns), generator=generator).to(DEVICE, torch.uint8)
     palettes = torch.randn(parts, size, generator=generator).to(DEVICE, dtype)
+    indices = pack(indices) if packed else indices
     return x, indices, palettes, torch.randn(rows, generator=generator).to(DEVICE, dtype)
 
 
@@ -81,6 +97,8 @@ class Assembly:
             assert self.copies.min() == self.copies.max() >= 8
             a, b, c, d = (self.table[given[0].astype(np.uint32) >> 8 * i & 255] & 0xFFFF for i in range(4))
             return [a | b << 16, c | d << 16]
+        if text == assembly.BYTES.value:
+            return [self.table[given[0].astype(np.uint32) >> 8 * i & 255] for i in range(4)]
         if text == assembly.MMA_FLOAT16.value:
             return self.multiplied(*given)
         return [np.zeros(1, np.int32)]  # addresses in shared memory, and the barrier
@@ -165,6 +183,93 @@ def test_every_shape_of_a_program_with_tensor_cores(
             kernels.indexed_linear(*tensors, variant="mma", shape=shape)
 
 
+@pytest.mark.parametrize("inputs", [1, 3, 8, 17])
+@pytest.mark.parametrize("columns", [32, 1024, 2080])
+@pytest.mark.parametrize("size", [1, 7, 16])
+def test_tensor_cores_from_two_indices_in_a_byte(inputs: int, columns: int, size: int) -> None:
+    *tensors, bias = drawn(inputs, 37, columns, NARROW[-1], size, packed=True)
+    assert tensors[1].shape == (37, columns // 2)
+    for added in (bias, None):
+        check(kernels.indexed_linear(*tensors, added, variant="mma"), *tensors, added)
+
+
+PACKED_SHAPES = [
+    (1, 16, 16, 1, 2, 0),
+    (1, 8, 8, 1, 3, 0, 1),
+    (2, 8, 4, 1, 2),
+    (1, 4, 4, 2, 4),
+    (1, 32, 32, 1, 1, 0),
+]
+
+
+@pytest.mark.parametrize("shape", PACKED_SHAPES, ids=str)
+@pytest.mark.parametrize("columns", [4096, 4128])
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_depth_of_a_program(shape: tuple[int, ...], columns: int, packed: bool) -> None:
+    tensors = drawn(1, 150, columns, NARROW[-1], 16, packed=packed)
+    check(kernels.indexed_linear(*tensors, variant="mma", shape=shape), *tensors)
+
+
+IMAGES = [  # channels, outputs, kernel, then stride, padding and dilation, and the image
+    (32, 16, (3, 3), (1, 1), (1, 1), (1, 1), (1, 5, 7)),
+    (64, 37, (3, 3), (2, 1), (1, 0), (1, 1), (2, 9, 8)),
+    (32, 33, (1, 1), (2, 2), (0, 0), (1, 1), (1, 7, 7)),
+    (96, 20, (5, 3), (1, 2), (4, 2), (2, 1), (3, 6, 11)),
+    (32, 16, (2, 2), (1, 1), (0, 0), (1, 1), (1, 2, 2)),
+]
+
+
+def drawn_image(case: tuple[Any, ...], size: int) -> tuple[Any, ...]:
+    channels, outputs, kernel, *geometry, (images, height, width) = case
+    generator = torch.Generator().manual_seed(channels + outputs)
+    x = torch.randn(images, channels, height, width, generator=generator)
+    indices = torch.randint(0, size, (outputs, channels, *kernel), generator=generator).to(torch.uint8)
+    palettes = torch.randn(1, size, generator=generator)
+    last = torch.channels_last
+    return (
+        x.to(DEVICE, NARROW[-1], memory_format=last),
+        indices.to(DEVICE, memory_format=last),
+        palettes.to(DEVICE, NARROW[-1]),
+        torch.randn(outputs, generator=generator).to(DEVICE, NARROW[-1]),
+        *geometry,
+        1,
+    )
+
+
+@pytest.mark.parametrize("case", IMAGES, ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("shape", [None, (1, 8, 4, 1, 2, 0, 0, 1), (2, 2, 2, 1, 1, 0, 1, 4)], ids=str)
+def test_a_convolution_is_a_product_with_gathered_columns(
+    case: tuple[Any, ...], packed: bool, shape: tuple[int, ...] | None
+) -> None:
+    x, indices, palettes, bias, *geometry = drawn_image(case, 13 if packed else 200)
+    wanted = reference.indexed_conv2d(x.double(), indices, palettes.double(), bias.double(), *geometry)
+    indices = pack(indices) if packed else indices
+    places = wanted.numel() // wanted.shape[1]
+    assert kernels.fits_conv2d(x, indices, palettes, places, 1)
+    made = kernels.indexed_conv2d(x, indices, palettes, bias, *geometry, shape=shape)
+    assert made.shape == wanted.shape
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert (made.double() - wanted).norm() / wanted.norm() < CLOSE[x.dtype]
+
+
+def test_which_convolutions_have_a_kernel() -> None:
+    x, indices, palettes, *_ = drawn_image(IMAGES[0], 16)
+    fits = kernels.fits_conv2d
+    assert fits(x, indices, palettes, 35, 1)
+    assert fits(x, pack(indices), palettes, library.MOST_PLACES, 1)
+    assert not fits(x, indices, palettes, library.MOST_PLACES + 1, 1)
+    assert not fits(x.float(), indices, palettes, 35, 1)
+    assert not fits(x.contiguous(), indices, palettes, 35, 1)
+    assert not fits(x, indices.contiguous(), palettes, 35, 1)
+    assert not fits(x[:, :16], indices[:, :16], palettes, 35, 1)
+    assert not fits(x, indices.to(torch.int16), palettes, 35, 1)
+    assert not fits(x, indices, palettes.repeat(2, 1), 35, 1)
+    made = kernels.indexed_conv2d(x[:, :8], indices[:4, :4], palettes, None, (1, 1), (1, 1), (1, 1), 2)
+    wanted = reference.indexed_conv2d(x[:, :8], indices[:4, :4], palettes, None, (1, 1), (1, 1), (1, 1), 2)
+    torch.testing.assert_close(made, wanted)
+
+
 @pytest.mark.parametrize("inputs", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -185,10 +290,11 @@ def test_every_shape_of_a_program(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("columns", ODD_COLUMNS)
 @pytest.mark.parametrize("parts", [1, 3, 39])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [True, False])
 def test_sums_of_products_through_the_cache(
-    inputs: int, columns: int, parts: int, dtype: torch.dtype
+    inputs: int, columns: int, parts: int, dtype: torch.dtype, packed: bool
 ) -> None:
-    tensors = drawn(inputs, 39, columns, dtype, 13, parts)
+    tensors = drawn(inputs, 39, columns, dtype, 13, parts, packed)
     check(kernels.indexed_linear(*tensors, variant="gemv-load"), *tensors)
 
 
@@ -196,8 +302,11 @@ def test_sums_of_products_through_the_cache(
 @pytest.mark.parametrize("columns", ODD_COLUMNS)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", NARROW)
-def test_tensor_cores_through_the_cache(inputs: int, columns: int, parts: int, dtype: torch.dtype) -> None:
-    tensors = drawn(inputs, 39, columns, dtype, 13, parts)
+@pytest.mark.parametrize("packed", [True, False])
+def test_tensor_cores_through_the_cache(
+    inputs: int, columns: int, parts: int, dtype: torch.dtype, packed: bool
+) -> None:
+    tensors = drawn(inputs, 39, columns, dtype, 13, parts, packed)
     check(kernels.indexed_linear(*tensors, variant="dot-load"), *tensors)
 
 
@@ -225,7 +334,7 @@ def test_inputs_of_any_number_of_axes(variant: str) -> None:
 
 
 def test_what_is_chosen() -> None:
-    def chosen(inputs: int, columns: int, dtype: torch.dtype = torch.bfloat16, **more: int) -> str:
+    def chosen(inputs: int, columns: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> str:
         return kernels.choose(*drawn(inputs, 48, columns, dtype, **more)[:3])
 
     assert chosen(1, 64) == chosen(1, 64, torch.float16) == chosen(5, 64) == chosen(32, 64) == "mma"
@@ -237,6 +346,9 @@ def test_what_is_chosen() -> None:
     assert kernels.choose(*drawn(2, 8192, 64, torch.bfloat16)[:3]) == "mma"
     x, indices, palettes, _ = drawn(1, 48, 64, torch.bfloat16)
     assert kernels.choose(x, indices.to(torch.int16), palettes) == "dense"
+    assert chosen(1, 64, size=16, packed=True) == chosen(32, 96, size=16, packed=True) == "mma"
+    assert chosen(1, 48, size=16, packed=True) == "gemv-load"
+    assert chosen(5, 48, size=16, packed=True) == "dot-load"
     longer = torch.zeros(69, device=DEVICE, dtype=torch.bfloat16)
     assert kernels.choose(longer[1:65].view(1, 64), indices, palettes) == "gemv-load"
     assert kernels.choose(longer[4:68].view(1, 64), indices, palettes) == "gemv-table"
@@ -258,6 +370,20 @@ def test_expanding(dtype: torch.dtype, axis: int) -> None:
             if given is not part:
                 assert made.stride() == given.stride()
     assert kernels.expand(indices[:0], palettes, 1).shape == (0, 4, 8, 130)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("shape", [(6, 9), (6, 130), (4, 3, 5, 5), (2, 8, 3, 1)], ids=str)
+def test_expanding_two_indices_in_a_byte(shape: tuple[int, ...], axis: int) -> None:
+    for parts in (1, shape[axis]):
+        indices = torch.randint(0, 9, shape, device=DEVICE).to(torch.uint8)
+        palettes = torch.randn(parts, 9, device=DEVICE)
+        formats = [torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])]
+        for memory_format in formats:
+            given = indices.contiguous(memory_format=memory_format)
+            made = kernels.expand(pack(given), palettes, axis, shape[1])
+            assert torch.equal(made, reference.expand(given, palettes, axis))
+            assert made.is_contiguous(memory_format=memory_format)
 
 
 def test_no_inputs_are_no_work() -> None:
@@ -308,12 +434,42 @@ def test_can_be_captured_and_takes_no_more_than_its_result(inputs: int) -> None:
 
 
 @on_device
+def test_a_captured_network_gives_the_same_bits_and_no_dense_weight() -> None:
+    model = nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 32, 3, stride=2))
+    layout = Layout.of(model)
+    form: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "memory_format": torch.channels_last}
+    for count in (9, 40):  # packed and not
+        values = torch.linspace(-0.1, 0.1, count)[torch.randint(0, count, (layout.size,))]
+        small = Compressed.of(layout, values, None, untouched(model, layout))
+        dense = small.apply_to(copy.deepcopy(model)).eval().to(**form)
+        made = small.apply_to(copy.deepcopy(model), weights="indices").eval().to(**form)
+        assert isinstance(made[0], nn.Conv2d)
+        assert made[0].indexed_weight.indices.shape[1] == (16 if count == 9 else 32)
+        x = torch.randn(1, 32, 8, 8).to(**form)
+        run = capture(made, x)
+        with torch.inference_mode():
+            for given in (x, 2 * x):
+                assert torch.equal(run(given), made(given))
+                torch.testing.assert_close(made(given), dense(given), rtol=2e-2, atol=2e-2)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            made[0](x)
+            assert torch.cuda.max_memory_allocated() - before < 64 * 32 * 9 * 2
+
+
+@on_device
 @pytest.mark.parametrize("name", library.SCHEMAS)
 # torch's own deprecations, met while it traces.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_opcheck(name: str) -> None:
     x, indices, palettes, bias = drawn(3, 48, 64, torch.float32)
-    case = (indices, palettes, 0) if name == "expand" else (x.requires_grad_(), indices, palettes, bias)
+    case: tuple[Any, ...] = (x.requires_grad_(), indices, palettes, bias)
+    if name == "expand":
+        case = (indices, palettes, 0)
+    if name == "indexed_conv2d":
+        x, indices, *more = drawn_image(IMAGES[1], 16)
+        case = (x.requires_grad_(), pack(indices), *more)
     done = torch.library.opcheck(getattr(torch.ops.pwfn, name).default, case)
     assert set(done.values()) == {"SUCCESS"}
 
@@ -334,4 +490,4 @@ def test_a_model_on_the_device_holds_no_dense_weight() -> None:
     report = memory_report(made, inputs=4)
     assert report.largest_transient_bytes == 0
     assert memory_report(made).largest_transient_bytes == 1024 * 2048 * 2
-    assert report.index_bytes == 1024 * 2048 + 2048 * 64
+    assert report.index_bytes == (1024 * 2048 + 2048 * 64) // 2  # three values: two in a byte

@@ -13,7 +13,7 @@ from pwfn.errors import LayoutError
 from pwfn.layout import Entry
 from pwfn.layout.coverage import is_hf_conv1d
 from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight, read_as_dense
-from pwfn.runtime.library import index_dtype
+from pwfn.runtime.library import MOST_PACKED, index_dtype
 
 KEPT_DENSE = "_pwfn_kept_dense"
 """Attribute of a model: why each of its dense tensors is dense, for :func:`pwfn.runtime.memory_report`."""
@@ -115,11 +115,14 @@ def _indexed(coded: Coded, parameter: Tensor) -> IndexedWeight:
 
 
 def _used(book: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Palette and indices; of a codebook too long for uint8, only the values that occur here."""
-    if book.numel() <= 2**8:
+    """Palette and indices; only the values that occur here, where that makes indices narrower."""
+    if book.numel() <= MOST_PACKED:
         return book, index
-    used, within = torch.unique(index.to(torch.int64), return_inverse=True)
-    return book[used], within
+    used = torch.bincount(index.flatten(), minlength=book.numel()) > 0
+    if int(used.sum()) > MOST_PACKED and book.numel() <= 2**8:
+        return book, index
+    within = used.cumsum(0, dtype=torch.int32) - 1
+    return book[used], within[index.to(torch.int32)]
 
 
 def _layer(
@@ -136,7 +139,7 @@ def _layer(
         return IndexedLinear(weight, module.bias)
     if is_hf_conv1d(module) and type(module).__module__ == "transformers.pytorch_utils":
         if not transposed:
-            turned = weight.indices.t().contiguous()
+            turned = weight.one_per_element().t().contiguous()
             transposed.append(IndexedWeight(turned, weight.palettes, 1 - weight.axis))
         return IndexedLinear(transposed[0], module.get_parameter("bias"))
     if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:

@@ -5,6 +5,8 @@ instructions and one shared-memory read per weight. Random reads of one small ta
 four-way bank conflicts. Therefore each program writes 32 copies of the palette to shared memory (32 KiB), one
 per bank, and every lane reads its own copy: a look-up is a byte selection, a multiply-add for the address
 and one conflict-free read. The cost does not depend on the size of the palette.
+
+Two indices in one byte select a word with both values: half the bytes, and half the look-ups.
 """
 
 # Kernel parameters are pointers and scalars of Triton's language, which have no Python types.
@@ -72,6 +74,15 @@ if triton is not None:
         )
         + "prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, c, d, 0x5410; }"
     )
+    # And where a byte is two indices: each word of the table is a pair of numbers already.
+    BYTES = tl.constexpr(
+        "{ .reg .b32 at;\n"
+        + "".join(
+            f"prmt.b32 at, $4, 0, 0x444{i}; mad.lo.u32 at, at, 128, $5; ld.shared.b32 ${i}, [at];\n"
+            for i in range(4)
+        )
+        + "}"
+    )
     STREAM = tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
     KEEP = tl.constexpr(
         "ld.global.v4.b32 {$0, $1, $2, $3}, [$8];\nld.global.v4.b32 {$4, $5, $6, $7}, [$8 + 16];"
@@ -134,15 +145,22 @@ def look_up_four(word, table, palettes, size, TABLE: tl.constexpr):
 
 
 @jit
-def read_palette(palettes, size, WARPS: tl.constexpr):
-    """One entry of the palette per thread: 16 bits, zero beyond the palette."""
+def read_palette(palettes, size, WARPS: tl.constexpr, PACKED: tl.constexpr):
+    """What a byte stands for, one per thread: a number of 16 bits, or two; zero beyond the palette."""
     entry = tl.arange(0, 32 * WARPS if WARPS > 8 else 256) % 256
-    value = tl.load(palettes + entry, mask=entry < size, other=0.0)
-    return value.to(tl.int16, bitcast=True).to(tl.int32)
+    if PACKED:
+        low = tl.load(palettes + entry % 16, mask=entry % 16 < size, other=0.0)
+        high = tl.load(palettes + entry // 16, mask=entry // 16 < size, other=0.0)
+        low = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        value = low | high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        value = tl.load(palettes + entry, mask=entry < size, other=0.0)
+        value = value.to(tl.int16, bitcast=True).to(tl.int32)
+    return value
 
 
 @jit
-def fill_table_of_16_bits(value, WARPS: tl.constexpr):
+def fill_table_of_words(value, WARPS: tl.constexpr):
     """Write the 32 copies of :func:`read_palette`; return the address of this lane's copy."""
     start = tl.inline_asm_elementwise(TABLE_ADDRESS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     thread = tl.arange(0, 32 * WARPS if WARPS > 8 else 256)
@@ -180,11 +198,23 @@ def read_words(at):
 
 
 @jit
-def read_inputs(row, k, columns, EVEN: tl.constexpr):
-    """Sixteen numbers of x in eight registers, zeros beyond the last column."""
+def after_the_previous_kernel():
+    """Wait until its results are visible, and let the next kernel start: it waits here too."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def read_inputs(at, inside, EVEN: tl.constexpr):
+    """Sixteen numbers of x in eight registers, zeros where they are not inside."""
     i = tl.int32
-    at = row + tl.minimum(k, columns - 16).to(tl.int64) * 2
-    if EVEN:  # only prefetches read beyond the end, and their result is not used
+    if EVEN:  # only prefetches are not inside, and their result is not used
         made = tl.inline_asm_elementwise(
             KEEP, "=r,=r,=r,=r,=r,=r,=r,=r,l", [at], dtype=(i, i, i, i, i, i, i, i), is_pure=False, pack=1
         )
@@ -192,7 +222,7 @@ def read_inputs(row, k, columns, EVEN: tl.constexpr):
         made = tl.inline_asm_elementwise(
             KEEP_INSIDE,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r",
-            [at, (k < columns).to(tl.int32)],
+            [at, inside.to(tl.int32)],
             dtype=(i, i, i, i, i, i, i, i),
             is_pure=False,
             pack=1,
@@ -201,14 +231,9 @@ def read_inputs(row, k, columns, EVEN: tl.constexpr):
 
 
 @jit
-def _look_up_pairs(word, table, GROUPS: tl.constexpr, PLACES: tl.constexpr):
-    """The four weights of a word in two registers, repeated for each group of inputs."""
-    first, second = tl.inline_asm_elementwise(
-        PAIRS, "=r,=r,r,r", [word, table], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-    )
-    first = tl.broadcast_to(tl.reshape(first, [1, PLACES, 32]), [GROUPS, PLACES, 32])
-    second = tl.broadcast_to(tl.reshape(second, [1, PLACES, 32]), [GROUPS, PLACES, 32])
-    return tl.reshape(first, [GROUPS * PLACES, 32]), tl.reshape(second, [GROUPS * PLACES, 32])
+def _for_groups(pair, GROUPS: tl.constexpr, PLACES: tl.constexpr):
+    pair = tl.broadcast_to(tl.reshape(pair, [1, PLACES, 32]), [GROUPS, PLACES, 32])
+    return tl.reshape(pair, [GROUPS * PLACES, 32])
 
 
 @jit
@@ -218,14 +243,31 @@ def _for_tiles(pair, TILES: tl.constexpr, WARPS: tl.constexpr, COUNT: tl.constex
 
 
 @jit
-def multiply_add(x, p, q, r, s, upper, lower, first, second, table,
-                 GROUPS: tl.constexpr, STEPS: tl.constexpr,
-                 TILES: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+def look_up_pairs(word, table, GROUPS: tl.constexpr, PLACES: tl.constexpr):
+    """The four weights of a word in two registers, repeated for each group of inputs."""
+    first, second = tl.inline_asm_elementwise(
+        PAIRS, "=r,=r,r,r", [word, table], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
+    return _for_groups(first, GROUPS, PLACES), _for_groups(second, GROUPS, PLACES)
+
+
+@jit
+def look_up_bytes(word, table, GROUPS: tl.constexpr, PLACES: tl.constexpr):
+    """The eight weights of a word with two indices in a byte: as above, in four registers."""
+    i = tl.int32
+    a, b, c, d = tl.inline_asm_elementwise(
+        BYTES, "=&r,=&r,=&r,=&r,r,r", [word, table], dtype=(i, i, i, i), is_pure=True, pack=1
+    )
+    a, b = _for_groups(a, GROUPS, PLACES), _for_groups(b, GROUPS, PLACES)
+    return a, b, _for_groups(c, GROUPS, PLACES), _for_groups(d, GROUPS, PLACES)
+
+
+@jit
+def multiply_add(x, p, q, r, s, a, b, c, d, first, second,
+                 TILES: tl.constexpr, WARPS: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
     """Add the product of 16 rows, 16 columns and 8 inputs at each place (``mma.m16n8k16``)."""
-    a, c = _look_up_pairs(upper, table, GROUPS, STEPS * TILES * WARPS)
-    b, d = _look_up_pairs(lower, table, GROUPS, STEPS * TILES * WARPS)
-    first = _for_tiles(first, TILES, WARPS, GROUPS * STEPS)
-    second = _for_tiles(second, TILES, WARPS, GROUPS * STEPS)
+    first = _for_tiles(first, TILES, WARPS, COUNT)
+    second = _for_tiles(second, TILES, WARPS, COUNT)
     return tl.inline_asm_elementwise(
         MMA_BFLOAT16 if x.dtype.element_ty == tl.bfloat16 else MMA_FLOAT16,
         "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r",

@@ -14,17 +14,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.runtime.library import FEW_INPUTS, MOST_INPUTS, expand, indexed_linear
+from pwfn.runtime.library import (
+    FEW_INPUTS,
+    MOST_INPUTS,
+    MOST_PACKED,
+    expand,
+    indexed_conv2d,
+    indexed_linear,
+    pack,
+)
+from pwfn.runtime.reference import unpack
 
 
 class IndexedWeight(nn.Module):
     """A tensor as indices into palettes: one palette, or one for each equal part of an axis.
 
-    Tied layers share one instance, also after ``.to`` and ``deepcopy``.
+    It takes one index per element and stores two in each byte, see :func:`pwfn.runtime.pack`, if the palettes
+    have at most 16 values. Tied layers share one instance, also after ``.to`` and ``deepcopy``.
 
     >>> weight = IndexedWeight(torch.tensor([[0, 1]], dtype=torch.uint8), torch.tensor([[0.5, 2.0]]))
-    >>> weight.dense().tolist(), weight
-    ([[0.5, 2.0]], IndexedWeight(1×2, uint8 indices, palette of 2 float32))
+    >>> weight.dense().tolist(), weight.indices.tolist()
+    ([[0.5, 2.0]], [[16]])
+    >>> weight
+    IndexedWeight(1×2, two indices per byte, palette of 2 float32)
     """
 
     indices: Tensor
@@ -37,28 +49,40 @@ class IndexedWeight(nn.Module):
                 f"indices from {int(indices.min())} to {int(indices.max())} do not fit a palette of "
                 f"{palettes.shape[1]} values"
             )
+        self.shape = indices.shape
+        self.axis = axis if palettes.shape[0] > 1 else 0
+        if indices.dtype == torch.uint8 and indices.dim() > 1 and palettes.shape[1] <= MOST_PACKED:
+            indices = pack(indices)
         self.register_buffer("indices", indices)
         self.register_buffer("palettes", palettes)
-        self.axis = axis if palettes.shape[0] > 1 else 0
+
+    @property
+    def packed_columns(self) -> int | None:
+        """The length of axis 1 if two indices share a byte, else None."""
+        return None if self.indices.shape == self.shape else self.shape[1]
+
+    def one_per_element(self) -> Tensor:
+        """The indices in the shape of the weight."""
+        columns = self.packed_columns
+        return self.indices if columns is None else unpack(self.indices, columns)
 
     @property
     def dense_bytes(self) -> int:
         """Size of the dense tensor, in the type of the palettes."""
-        return self.indices.numel() * self.palettes.element_size()
+        return self.shape.numel() * self.palettes.element_size()
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """A new dense tensor."""
-        return expand(self.indices, self.palettes.to(dtype or self.palettes.dtype), self.axis)
+        palettes = self.palettes.to(dtype or self.palettes.dtype)
+        return expand(self.indices, palettes, self.axis, self.packed_columns)
 
     def extra_repr(self) -> str:
         """Shape and types."""
         parts, size = self.palettes.shape
         index, value = (str(tensor.dtype).removeprefix("torch.") for tensor in (self.indices, self.palettes))
-        shape, number = (
-            "×".join(map(str, self.indices.shape)),
-            "palette" if parts == 1 else f"{parts} palettes",
-        )
-        return f"{shape}, {index} indices, {number} of {size} {value}"
+        stored = f"{index} indices" if self.packed_columns is None else "two indices per byte"
+        shape, number = "×".join(map(str, self.shape)), "palette" if parts == 1 else f"{parts} palettes"
+        return f"{shape}, {stored}, {number} of {size} {value}"
 
 
 class IndexedLinear(nn.Module):
@@ -77,7 +101,7 @@ class IndexedLinear(nn.Module):
     def __init__(self, indexed: IndexedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.indexed = indexed
-        self.out_features, self.in_features = indexed.indices.shape
+        self.out_features, self.in_features = indexed.shape
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     @property
@@ -87,14 +111,10 @@ class IndexedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x W^T + b``, in the type of autocast where that is enabled."""
-        dtype, device = self.indexed.palettes.dtype, x.device.type
-        if torch.is_autocast_enabled(device) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
-            x = x.to(dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
+        x, palettes, bias = _of_one_type(x, self.indexed.palettes, self.bias)
         if self.indexed.axis == 0:
-            return indexed_linear(x, self.indexed.indices, self.indexed.palettes.to(dtype), bias)
-        return F.linear(x, self.indexed.dense(dtype), bias)
+            return indexed_linear(x, self.indexed.indices, palettes, bias)
+        return F.linear(x, self.indexed.dense(palettes.dtype), bias)
 
     @property
     def most_inputs(self) -> int:
@@ -122,7 +142,7 @@ class IndexedEmbedding(nn.Module):
     def __init__(self, indexed: IndexedWeight) -> None:
         super().__init__()
         self.indexed = indexed
-        self.num_embeddings, self.embedding_dim = indexed.indices.shape
+        self.num_embeddings, self.embedding_dim = indexed.shape
 
     @property
     def weight(self) -> Tensor:
@@ -133,6 +153,8 @@ class IndexedEmbedding(nn.Module):
         """The rows with these numbers."""
         rows, palettes = self.indexed.indices[x], self.indexed.palettes
         parts, size = palettes.shape
+        if (columns := self.indexed.packed_columns) is not None:
+            rows = unpack(rows.view(-1, rows.shape[-1]), columns).view(*x.shape, columns)
         if parts == 1 or self.indexed.axis == 1:
             return expand(rows, palettes, rows.dim() - 1)
         part = torch.div(x * parts, self.num_embeddings, rounding_mode="floor")
@@ -143,11 +165,20 @@ class IndexedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+def _of_one_type(x: Tensor, palettes: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All in the type of the palettes, or of autocast where that is enabled."""
+    dtype, device = palettes.dtype, x.device.type
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x = x.to(dtype)
+    return x, palettes.to(dtype), None if bias is None else bias.to(dtype)
+
+
 def read_as_dense(module: nn.Module, leaf: str, indexed: IndexedWeight) -> None:
     """Replace the parameter ``module.leaf`` by a property that makes the dense tensor at each access.
 
-    For modules without a layer of their own in this package, such as convolutions: they run their own code,
-    and the weight is dense for as long as that code keeps it.
+    For modules without a layer of their own in this package: they run their own code, and the weight is dense
+    for as long as that code keeps it. ``nn.Conv2d`` computes by :func:`pwfn.runtime.indexed_conv2d` instead.
 
     >>> layer = nn.Bilinear(1, 1, 2, bias=False)
     >>> indices = torch.tensor([[[0]], [[1]]], dtype=torch.uint8)
@@ -168,7 +199,19 @@ def _add_property(module: nn.Module, leaf: str) -> None:
     content = {name: property(_reader(name)) for name in (*leaves, leaf)}
     reduce = lambda self: (_restored, (own, tuple(content)), self.__dict__)  # noqa: E731
     facts = {"__module__": own.__module__, "__reduce__": reduce, "_pwfn_dense": (own, tuple(content))}
+    if own.forward is nn.Conv2d.forward and "weight" in content:
+        facts["forward"] = _convolve
     module.__class__ = type(own.__name__, (own,), {**content, **facts})
+
+
+def _convolve(module: nn.Conv2d, x: Tensor) -> Tensor:
+    indexed = module.indexed_weight
+    assert isinstance(indexed, IndexedWeight)
+    if indexed.axis or module.padding_mode != "zeros" or isinstance(module.padding, str):
+        return nn.Conv2d.forward(module, x)
+    x, palettes, bias = _of_one_type(x, indexed.palettes, module.bias)
+    geometry = module.stride, module.padding, module.dilation, module.groups
+    return indexed_conv2d(x, indexed.indices, palettes, bias, *geometry)
 
 
 def _reader(leaf: str) -> Callable[[nn.Module], Tensor]:

@@ -1,30 +1,44 @@
-"""The two operations on indices, as torch sees them.
+"""The operations on indices, as torch sees them.
 
-``torch.ops.pwfn.expand`` and ``torch.ops.pwfn.indexed_linear`` run the reference on every device, and Triton
-kernels on CUDA where Triton is installed. Only the input gets a gradient: indices have none, and palettes are
-fixed.
+``torch.ops.pwfn.expand``, ``indexed_linear`` and ``indexed_conv2d`` run the reference on every device, and
+Triton kernels on CUDA where Triton is installed. Only the input gets a gradient: indices have none, and
+palettes are fixed.
+
+Where palettes have at most 16 values, two neighbours along axis 1 can share a byte (:func:`pack`). The
+operations know packed indices by the length of that axis: it is half of what the input needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_input
 
 from pwfn.errors import WeightError
 from pwfn.runtime import reference
 from pwfn.runtime.dispatch import define
 
 SCHEMAS: dict[str, str] = {
-    "expand": "(Tensor indices, Tensor palettes, int axis) -> Tensor",
+    "expand": "(Tensor indices, Tensor palettes, int axis, int? columns=None) -> Tensor",
     "indexed_linear": "(Tensor x, Tensor indices, Tensor palettes, Tensor? bias) -> Tensor",
+    "indexed_conv2d": (
+        "(Tensor x, Tensor indices, Tensor palettes, Tensor? bias, int[] stride, int[] padding, "
+        "int[] dilation, int groups) -> Tensor"
+    ),
 }
 
 MOST_INPUTS = 32
 """Largest number of inputs (rows of x) for a kernel; for more, a temporary dense weight is faster."""
 FEW_INPUTS = 4
 """Up to this many inputs in any type; more need tensor cores, and therefore 16-bit numbers."""
+MOST_PLACES = 1024
+"""Largest number of places in the result of a convolution (batch times height times width) for a kernel."""
+MOST_PACKED = 16
+"""Largest palette whose indices can be packed."""
 
 _INDEX_TYPES = (torch.uint8, torch.int16, torch.int32)
 _LIBRARY = torch.library.Library("pwfn", "FRAGMENT")
@@ -36,29 +50,63 @@ def _define(name: str) -> Any:
 
 _expand = _define("expand")
 _indexed_linear = _define("indexed_linear")
+_indexed_conv2d = _define("indexed_conv2d")
 
 
-def _empty_weight(indices: Tensor, palettes: Tensor, axis: int) -> Tensor:
-    return torch.empty_like(indices, dtype=palettes.dtype)
+def _empty_weight(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = None) -> Tensor:
+    if columns is None:
+        return torch.empty_like(indices, dtype=palettes.dtype)
+    shape = (indices.shape[0], columns, *indices.shape[2:])
+    return reference.empty_in_order(indices, shape, palettes.dtype)
 
 
 def _empty_output(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], indices.shape[0]))
 
 
+def _empty_image(
+    x: Tensor,
+    indices: Tensor,
+    palettes: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    columns = reference.packed_columns(indices, x.shape[-3] // groups)
+    weight = _empty_weight(indices, palettes, 0, columns)
+    return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, indices, palettes, _ = inputs
+    x, indices, palettes, _, *ctx.more = inputs
+    ctx.shape = x.shape
     ctx.save_for_backward(indices, palettes)
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _weight(ctx: Any, columns: int) -> Tensor:
+    indices, palettes = ctx.saved_tensors
+    made: Tensor = _expand(indices, palettes, 0, reference.packed_columns(indices, columns))
+    return made
+
+
+def _gradient_of_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """``g W`` for the input; the weight is dense during this product."""
-    return grad @ _expand(*ctx.saved_tensors, 0), None, None, None
+    return grad @ _weight(ctx, ctx.shape[-1]), None, None, None
+
+
+def _gradient_of_conv2d(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The transposed convolution of g with W, which is dense during it."""
+    weight = _weight(ctx, ctx.shape[-3] // ctx.more[-1])
+    return conv2d_input(ctx.shape, weight, grad, *ctx.more), *[None] * 7
 
 
 torch.library.register_fake("pwfn::expand", _empty_weight, lib=_LIBRARY)
 torch.library.register_fake("pwfn::indexed_linear", _empty_output, lib=_LIBRARY)
-torch.library.register_autograd("pwfn::indexed_linear", _gradients, setup_context=_remember, lib=_LIBRARY)
+torch.library.register_fake("pwfn::indexed_conv2d", _empty_image, lib=_LIBRARY)
+for _name, _gradient in (("indexed_linear", _gradient_of_linear), ("indexed_conv2d", _gradient_of_conv2d)):
+    torch.library.register_autograd(f"pwfn::{_name}", _gradient, setup_context=_remember, lib=_LIBRARY)
 
 
 def index_dtype(count: int) -> torch.dtype:
@@ -70,24 +118,43 @@ def index_dtype(count: int) -> torch.dtype:
     return next(dtype for dtype in _INDEX_TYPES if count - 1 <= torch.iinfo(dtype).max)
 
 
-def expand(indices: Tensor, palettes: Tensor, axis: int = 0) -> Tensor:
+def pack(indices: Tensor) -> Tensor:
+    """Two indices below 16 in one byte: neighbours along axis 1, the first in the lower half.
+
+    >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
+    [[33, 3]]
+    """
+    if indices.dtype != torch.uint8 or indices.dim() < 2:
+        raise WeightError(
+            f"indices are {indices.dtype} with {indices.dim()} axes: packing needs uint8 and two axes"
+        )
+    return reference.pack(indices)
+
+
+def expand(indices: Tensor, palettes: Tensor, axis: int = 0, columns: int | None = None) -> Tensor:
     """The dense tensor ``palette[indices]``, in the type of the palettes.
 
-    ``palettes`` is one palette, or one row for each of the equal parts into which ``axis`` is cut.
+    ``palettes`` is one palette, or one row for each of the equal parts into which ``axis`` is cut. With
+    ``columns`` the indices are those of :func:`pack`, and axis 1 of the result has that length.
 
     >>> expand(torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), torch.tensor([0.5, -2.0])).tolist()
     [[0.5, -2.0], [-2.0, -2.0]]
     >>> both = torch.tensor([[0.5, -2.0], [4.0, 8.0]])
     >>> expand(torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), both).tolist()
     [[0.5, -2.0], [8.0, 8.0]]
+    >>> expand(torch.tensor([[16, 1]], dtype=torch.uint8), torch.tensor([0.5, -2.0]), columns=3).tolist()
+    [[0.5, -2.0, -2.0]]
     """
     palettes = _checked(indices, palettes)
-    parts = palettes.shape[0]
-    if parts > 1 and (not -indices.dim() <= axis < indices.dim() or indices.shape[axis] % parts):
+    parts, shape = palettes.shape[0], list(indices.shape)
+    if columns is not None:
+        _check_packed(indices, palettes, columns)
+        shape[1] = columns
+    if parts > 1 and (not -len(shape) <= axis < len(shape) or shape[axis] % parts):
         raise WeightError(
-            f"indices of shape {tuple(indices.shape)} cannot be cut along axis {axis} into {parts} parts"
+            f"indices of shape {tuple(shape)} cannot be cut along axis {axis} into {parts} parts"
         )
-    return _expand(indices, palettes, axis % max(1, indices.dim()))
+    return _expand(indices, palettes, axis % max(1, len(shape)), columns)
 
 
 def indexed_linear(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -96,18 +163,71 @@ def indexed_linear(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | 
     On the CPU the result is bit-identical to ``F.linear``. On CUDA, with uint8 indices and up to 32 inputs
     (rows of x; 4 in float32), weights are looked up inside the kernel, W is never dense, and sums are in
     float32. Otherwise W is dense during the product. x, palettes and bias must have one type. An index beyond
-    its palette gives zero on CUDA and an error on the CPU.
+    its palette gives zero on CUDA and an error on the CPU. Packed indices are half as wide as x.
 
     >>> indices, palette = torch.tensor([[0, 1, 1]], dtype=torch.uint8), torch.tensor([0.5, 2.0])
     >>> indexed_linear(torch.tensor([2.0, 3.0, 4.0]), indices, palette, torch.tensor([1.0])).tolist()
     [16.0]
     """
+    width = x.shape[-1] if x.dim() else None
+    palettes = _checked_with_input(x, indices, palettes, bias, 2, width, "columns")
+    return _indexed_linear(x, indices, palettes, bias)
+
+
+def indexed_conv2d(
+    x: Tensor,
+    indices: Tensor,
+    palettes: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """``F.conv2d`` with ``W = expand(indices, palettes)``.
+
+    On the CPU the result is bit-identical. On CUDA W is never dense where image and indices are
+    channels-last, x has 16 bits, there is one group and one palette, the channels are a multiple of 16 (32 if
+    packed), and the result has at most 1,024 places (batch times height times width). Packed indices have
+    half the channels of x. Types are as in :func:`indexed_linear`.
+
+    >>> indices, palette = torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([0.5])
+    >>> indexed_conv2d(torch.ones(1, 1, 2, 2), indices, palette).tolist()
+    [[[[2.0]]]]
+    """
+    width = x.shape[-3] // groups if x.dim() in (3, 4) and groups > 0 else None
+    palettes = _checked_with_input(x, indices, palettes, bias, 4, width, "channels")
+    return _indexed_conv2d(x, indices, palettes, bias, stride, padding, dilation, groups)
+
+
+def _check_packed(indices: Tensor, palettes: Tensor, columns: int) -> None:
+    if indices.dtype != torch.uint8 or indices.dim() < 2 or indices.shape[1] != (columns + 1) // 2:
+        raise WeightError(
+            f"indices are {indices.dtype} of shape {tuple(indices.shape)}: packed ones for {columns} columns "
+            "are uint8, and half as many along axis 1"
+        )
+    if palettes.shape[1] > MOST_PACKED:
+        raise WeightError(f"a palette of {palettes.shape[1]} values needs indices that are not packed")
+
+
+def _checked_with_input(
+    x: Tensor,
+    indices: Tensor,
+    palettes: Tensor,
+    bias: Tensor | None,
+    axes: int,
+    width: int | None,
+    what: str,
+) -> Tensor:
+    """As :func:`_checked`, with input and bias; axis 1 of ``axes`` has ``width`` indices, or half of them."""
     palettes = _checked(indices, palettes)
-    if indices.dim() != 2 or x.dim() == 0 or x.shape[-1] != indices.shape[1]:
+    if indices.dim() != axes or width is None or indices.shape[1] not in (width, (width + 1) // 2):
         raise WeightError(
             f"an input of shape {tuple(x.shape)} does not fit indices of shape {tuple(indices.shape)}: "
-            "their last axes must have the same length"
+            f"{axes} axes are needed, and as many {what} as the input has, or half of them if packed"
         )
+    if indices.shape[1] != width:
+        _check_packed(indices, palettes, width)
     if indices.shape[0] % palettes.shape[0]:
         raise WeightError(f"{indices.shape[0]} rows cannot be cut into {palettes.shape[0]} equal parts")
     for name, tensor in (("the input", x), ("the bias", bias)):
@@ -118,7 +238,7 @@ def indexed_linear(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | 
             )
     if bias is not None and bias.shape != indices.shape[:1]:
         raise WeightError(f"the bias has shape {tuple(bias.shape)} for {indices.shape[0]} outputs")
-    return _indexed_linear(x, indices, palettes, bias)
+    return palettes
 
 
 def _checked(indices: Tensor, palettes: Tensor) -> Tensor:

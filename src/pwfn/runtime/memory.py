@@ -11,6 +11,7 @@ from torch import nn
 
 from pwfn.runtime.apply import KEPT_DENSE
 from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight
+from pwfn.runtime.library import MOST_PLACES
 
 
 class Held(NamedTuple):
@@ -75,7 +76,7 @@ def memory_report(model: nn.Module, *, inputs: int | None = None) -> MemoryRepor
     >>> weight = IndexedWeight(torch.zeros(3, 4, dtype=torch.uint8), torch.tensor([[0.5]]))
     >>> found = memory_report(nn.Sequential(IndexedLinear(weight, torch.zeros(3))))
     >>> found.index_bytes, found.palette_bytes, found.kept_dense_bytes, found.dense_bytes
-    (12, 4, 12, 60)
+    (6, 4, 12, 60)
     >>> found.largest_transient_bytes
     48
     """
@@ -107,6 +108,7 @@ def _transient(model: nn.Module, inputs: int | None) -> Iterator[Held]:
             for leaf, child in module.named_children():
                 if isinstance(child, IndexedWeight):
                     full = f"{name}.{leaf}" if name else leaf
-                    yield Held(
-                        full, child.dense_bytes, f"{type(module).__name__} computes with a dense weight"
-                    )
+                    reason = f"{type(module).__name__} computes with a dense weight"
+                    if isinstance(module, nn.Conv2d):
+                        reason += f", unless on CUDA, channels-last, with at most {MOST_PLACES} places"
+                    yield Held(full, child.dense_bytes, reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,25 +11,82 @@ from torch import Tensor
 _PIECE = 2**20  # indices widened at a time: torch needs int32 for a look-up, four bytes for each byte of ours
 
 
-def expand(indices: Tensor, palettes: Tensor, axis: int) -> Tensor:
-    """``palettes[i * parts // length][index]``, i being the place along the axis and length its length."""
-    out = torch.empty_like(indices, dtype=palettes.dtype)
+def pack(indices: Tensor) -> Tensor:
+    """Two neighbours along axis 1 in one byte, the first in the lower half; the memory format is kept.
+
+    >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
+    [[33, 3]]
+    """
+    first, second = indices[:, 0::2], indices[:, 1::2]
+    packed = empty_in_order(indices, first.shape, indices.dtype).copy_(first)
+    packed[:, : second.shape[1]] += second << 4
+    return packed
+
+
+def unpack(packed: Tensor, columns: int) -> Tensor:
+    """The indices that :func:`pack` was given, ``columns`` of them along axis 1.
+
+    >>> unpack(torch.tensor([[33, 3]], dtype=torch.uint8), 3).tolist()
+    [[1, 2, 3]]
+    """
+    indices = empty_in_order(packed, (packed.shape[0], columns, *packed.shape[2:]), packed.dtype)
+    indices[:, 0::2] = packed & 15
+    indices[:, 1::2] = packed[:, : columns // 2] >> 4
+    return indices
+
+
+def empty_in_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor of another shape, with its axes in memory in the order of ``like``."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    return torch.empty_permuted(tuple(shape), order, dtype=dtype, device=like.device)
+
+
+def expand(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = None) -> Tensor:
+    """``palettes[i * parts // length][index]``, i being the place along the axis and length its length.
+
+    With ``columns`` the indices are packed, and axis 1 has that length.
+    """
     parts, size = palettes.shape
     table = palettes.reshape(-1)
-    source, target = (tensor if tensor.dim() else tensor.view(1) for tensor in (indices, out))
+    source = indices if indices.dim() else indices.view(1)
+    if columns is None:
+        out = torch.empty_like(source, dtype=palettes.dtype)
+    else:
+        out = empty_in_order(source, (source.shape[0], columns, *source.shape[2:]), palettes.dtype)
     if parts > 1:
-        length = source.shape[axis]
+        length = out.shape[axis]
         place = torch.arange(length, device=indices.device)
         first = torch.div(place * parts, length, rounding_mode="floor").to(torch.int32) * size
-        first = first.view([-1 if d == axis else 1 for d in range(source.dim())]).expand(source.shape)
-    step = max(1, _PIECE * source.shape[0] // max(1, source.numel()))
-    for start in range(0, source.shape[0], step):
+        first = first.view([-1 if d == axis else 1 for d in range(out.dim())]).expand(out.shape)
+    step = max(1, _PIECE * out.shape[0] // max(1, out.numel()))
+    for start in range(0, out.shape[0], step):
         piece = slice(start, start + step)
-        index = source[piece].to(torch.int32)
-        target[piece] = table[index if parts == 1 else index + first[piece]]
-    return out
+        index = source[piece] if columns is None else unpack(source[piece], columns)
+        index = index.to(torch.int32)
+        out[piece] = table[index if parts == 1 else index + first[piece]]
+    return out.view(indices.shape) if columns is None else out
 
 
 def indexed_linear(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b`` with ``W[r, k] = palettes[r * parts // rows][indices[r, k]]``."""
-    return F.linear(x, expand(indices, palettes, 0), bias)
+    """``x W^T + b`` with ``W[r, k] = palettes[r * parts // rows][indices[r, k]]``, packed if W is wider."""
+    return F.linear(x, expand(indices, palettes, 0, packed_columns(indices, x.shape[-1])), bias)
+
+
+def indexed_conv2d(
+    x: Tensor,
+    indices: Tensor,
+    palettes: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """``F.conv2d`` with the same weight."""
+    weight = expand(indices, palettes, 0, packed_columns(indices, x.shape[-3] // groups))
+    return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
+
+
+def packed_columns(indices: Tensor, columns: int) -> int | None:
+    """How long axis 1 is if indices are packed; None if they are not."""
+    return None if indices.shape[1] == columns else columns
