@@ -243,7 +243,7 @@ def test_outputs_that_never_move_do_not_make_the_grid_coarser():
 
 
 def test_an_offset_that_all_images_share_does_not_hide_an_error():
-    """Two outputs around 0 and 1000 that vary by 1: 1 % of the variance of all numbers would be an error of 35."""
+    """Two outputs around 0 and 1000 that vary by 1: 1 % of the variance of all numbers is an error of 35."""
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).eval()
     with torch.no_grad():
         model[2].bias += torch.tensor([0.0, 1000.0])

@@ -247,7 +247,7 @@ class ConditionedNetwork(Method):
     def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
         """Squared error of the outputs relative to their variance, ``sum |z' - z|^2 / sum |z - mean|^2``.
 
-        The mean is that of each output over the images: an offset that all images share says nothing about one.
+        The mean is that of each output over the images: an offset that all share says nothing about one.
         Class scores are compared after their mean over the classes is subtracted, which softmax ignores.
         Unlike a divergence it does not depend on how confident the network is.
         """
