@@ -1,6 +1,6 @@
 """The cost of a training step with Gaussian weights, against plain fine-tuning and other Bayesian layers.
 
-    python benchmarks/step.py [--quick] [--cases NAME …] [--profile]
+    python benchmarks/step.py [--quick] [--cases NAME …] [--recorded] [--profile]
 
 Prints one JSON line per case. A step is forward, backward, clipping to norm 1 and SGD with momentum, on
 one batch that is on the device already; on CUDA in bfloat16 autocast and channels-last, on a CPU in float32.
@@ -10,7 +10,8 @@ divided by the rival's, each a median over blocks of steps that alternate in the
 without the other (0 on a CPU).
 
 On CUDA there are also cases whose whole step is recorded as a CUDA graph (``training.cuda_graph``), against
-plain fine-tuning as usual and with its whole step recorded.
+plain fine-tuning as usual and with its whole step recorded, and the first round of ``recommended``, for its
+memory.
 
 Rivals: plain fine-tuning; ours with torch's optimiser instead of fused passes;
 ``torch.nn.utils.parametrize`` with ``mu + sigma * randn`` on every weight; the reparameterised layers of
@@ -53,7 +54,9 @@ CASES = {  # network, image side, classes, batch
     "resnet50": (224, 1000, 128),
     "deit_small_patch16_224": (224, 1000, 128),
 }
-Steps = Callable[[int], None]
+RECORDING = 8  # steps at the start of a phase, in which its graph is recorded
+Steps = Callable[[int], float]
+"""Takes a number of steps; the seconds that one took, without those that record a graph."""
 
 
 class Setting:
@@ -88,16 +91,41 @@ def _batches(batch: Batch) -> Iterator[Batch]:
         yield batch
 
 
-def ours(setting: Setting, *, fused: bool = True, graph: bool = False) -> Steps:
-    """The loop of a run."""
-    net = GaussianNetwork(setting.model, setting.config).train()
-    net.fix(0.5)
-    config = setting.config.override({"training.cuda_graph": graph}).training
-    optimizer = optimizer_for(net, config, seed=0, alone=fused)
+def timed(device: torch.device, work: Callable[[], None], count: int) -> float:
+    """Seconds per step of work that takes so many."""
+    wait(device)
+    started = time.perf_counter()
+    work()
+    wait(device)
+    return (time.perf_counter() - started) / count
+
+
+def ours(setting: Setting, *, fused: bool = True, graph: bool = False, first: bool = False) -> Steps:
+    """The loop of a run, with half of the weights fixed; ``first``: the first round of ``recommended``."""
+    config = setting.config
+    if first:
+        config = Config().override({"training.precision": config.training.precision})
+    net = GaussianNetwork(setting.model, config).train()
+    if not first:
+        net.fix(0.5)
+    config = config.override({"training.cuda_graph": graph})
+    optimizer = optimizer_for(net, config.training, seed=0, alone=fused)
     objective, batches = Objective(F.cross_entropy), _batches(setting.batch)
 
-    def steps(count: int) -> None:
-        fit(net, batches, count, objective, config, optimizer=optimizer, where="benchmark", seed=0)
+    def steps(count: int) -> float:
+        started, skipped = time.perf_counter(), RECORDING if graph else 0
+
+        def after(step: int, snapshot: object) -> None:
+            nonlocal started
+            if step == skipped:
+                wait(setting.device)
+                started = time.perf_counter()
+
+        wait(setting.device)
+        how = {"optimizer": optimizer, "where": "benchmark", "seed": 0, "after_step": after}
+        fit(net, batches, count + skipped, objective, config.training, **how)  # type: ignore[arg-type]  # each has its own type
+        wait(setting.device)
+        return (time.perf_counter() - started) / count
 
     return steps
 
@@ -109,7 +137,7 @@ def _loop(setting: Setting, model: nn.Module, extra: Callable[[], Tensor | float
     fused = setting.device.type == "cuda"
     optimizer = torch.optim.SGD(parameters, LR, momentum=MOMENTUM, weight_decay=DECAY, fused=fused)
 
-    def steps(count: int) -> None:
+    def take(count: int) -> None:
         total = torch.zeros((), device=setting.device)
         for _ in range(count):
             optimizer.zero_grad(set_to_none=True)
@@ -120,7 +148,7 @@ def _loop(setting: Setting, model: nn.Module, extra: Callable[[], Tensor | float
             total += loss.detach()
         assert math.isfinite(float(total))
 
-    return steps
+    return lambda count: timed(setting.device, lambda: take(count), count)
 
 
 def plain(setting: Setting) -> Steps:
@@ -153,14 +181,14 @@ def plain_captured(setting: Setting) -> Steps:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def steps(count: int, alive: object = step) -> None:  # keeps alive what the graph reads and writes
+    def take(count: int, alive: object = step) -> None:  # keeps alive what the graph reads and writes
         total = torch.zeros((), device=setting.device)
         for _ in range(count):
             graph.replay()
             total += loss
         assert math.isfinite(float(total))
 
-    return steps
+    return lambda count: timed(setting.device, lambda: take(count), count)
 
 
 class Gaussian(nn.Module):
@@ -234,23 +262,19 @@ def peak_bytes(setting: Setting, make: Callable[[Setting], Steps]) -> int:
     return torch.cuda.max_memory_allocated() - own
 
 
-def medians(device: torch.device, runs: list[Steps], blocks: int, length: int) -> list[float]:
+def medians(runs: list[Steps], blocks: int, length: int) -> list[float]:
     """Seconds per step of each, in alternating blocks."""
     for steps in runs:
         steps(length)
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(blocks):
         for steps, own in zip(runs, times, strict=True):
-            wait(device)
-            started = time.perf_counter()
-            steps(length)
-            wait(device)
-            own.append((time.perf_counter() - started) / length)
+            own.append(steps(length))
     return [statistics.median(own) for own in times]
 
 
-def measure(name: str, device: torch.device, *, quick: bool) -> None:
-    """Print a line for every rival."""
+def measure(name: str, device: torch.device, *, quick: bool, recorded: bool) -> None:
+    """Print a line for every rival; ``recorded``: of those cases alone."""
     cuda = device.type == "cuda"
     setting = Setting(name, device, 16 if quick and not cuda else None)
     blocks, length = (3, 2) if quick else (9, 10) if cuda else (11, 3)
@@ -264,14 +288,17 @@ def measure(name: str, device: torch.device, *, quick: bool) -> None:
     ]
     if cuda:
         captured = partial(ours, graph=True)
+        compared = [] if recorded else compared
+        compared.append(
+            (", first round of recommended", partial(ours, first=True), "plain fine-tuning", plain)
+        )
         compared.append((", CUDA graph", captured, "plain fine-tuning", plain))
         compared.append((", CUDA graph", captured, "plain fine-tuning, CUDA graph", plain_captured))
     for way, mine, rival, make in compared:
+        graph = way.endswith("graph")
         # The memory of a graph does not count as allocated.
-        our_bytes, rival_bytes = (0, 0) if way else (peak_bytes(setting, mine), peak_bytes(setting, make))
-        # Each call records its step again after three steps: short blocks would mostly record.
-        turns = (3, 500) if way else (blocks, length)
-        our_s, rival_s = medians(device, [mine(setting), make(setting)], *turns)
+        our_bytes, rival_bytes = (0, 0) if graph else (peak_bytes(setting, mine), peak_bytes(setting, make))
+        our_s, rival_s = medians([mine(setting), make(setting)], *((5, 40) if graph else (blocks, length)))
         facts = {
             "case": f"step {name}{way}",
             "ratio": our_s / rival_s,
@@ -319,6 +346,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small batches and few blocks, for a CPU")
     parser.add_argument("--cases", nargs="+", choices=CASES, help="networks")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--recorded", action="store_true", help="only the cases with a CUDA graph")
     parser.add_argument("--profile", action="store_true", help="profile instead")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -328,7 +356,7 @@ def main() -> None:
         if options.profile:
             profile(name, device)
         else:
-            measure(name, device, quick=options.quick)
+            measure(name, device, quick=options.quick, recorded=options.recorded)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from pwfn.bayes.batches import Batch, Source, is_out_of_memory
+from pwfn.bayes.cuda_graph import RecordedStep
 from pwfn.bayes.objective import Objective, autocast
 from pwfn.bayes.randomness import seeded
 from pwfn.config import OptimizerName, Precision, TrainingConfig
@@ -106,15 +107,23 @@ class _State:
         )
         self.averaged = moving_average(model, recipe.average) if recipe.average else None
         self.shown = self.averaged.module if self.averaged is not None else model
+        fixed = recipe.mixup + recipe.cutmix == 0  # what the host draws cannot be recorded
+        self._step: Callable[[Batch, str], Tensor] = self._taken
+        if fixed and next(model.parameters()).is_cuda:
+            self._step = RecordedStep(self._taken, self.optimizer.zero_grad)
 
     def epoch(self, source: Source, number: int) -> tuple[float, float]:
         """One pass: the mean loss and the last learning rate. It waits for the device once, at its end."""
         where = f"epoch {number} of {self.recipe.epochs}"
         self.model.train()
-        losses, rate = [], 0.0
+        losses: list[Tensor] = []
+        rate: float | Tensor = 0.0
         for step, batch in enumerate(source.batches(number - 1), 1):
-            losses.append(self._step(batch, f"{where}, step {step}"))
-            rate = float(self.optimizer.param_groups[0]["lr"])
+            losses.append(self._step(batch, f"{where}, step {step}").clone())
+            if self.averaged is not None:
+                self.averaged.update_parameters(self.model)
+            rate = self.optimizer.param_groups[0]["lr"]
+            rate = rate.clone() if isinstance(rate, Tensor) else rate
             self.scheduler.step()
         if not losses:
             raise DataError(f"{source.name} gave nothing in {where}: pass one that can be iterated again")
@@ -125,9 +134,9 @@ class _State:
                 f"{where}: the loss is no longer finite at step {int(bad[0]) + 1} of {len(losses)}: lower "
                 "the learning rate, or look for NaN in the data"
             )
-        return float(found.mean()), rate
+        return float(found.mean()), float(rate)
 
-    def _step(self, batch: Batch, where: str) -> Tensor:
+    def _taken(self, batch: Batch, where: str) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         loss = _loss(self.model, batch, self.recipe, where)
         try:
@@ -139,8 +148,6 @@ class _State:
         if self.recipe.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_norm)
         self.optimizer.step()
-        if self.averaged is not None:
-            self.averaged.update_parameters(self.model)
         return loss.detach()
 
 
@@ -179,9 +186,14 @@ def optimizer_for(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         {"params": [p for p in trained if id(p) in decayed], "weight_decay": recipe.weight_decay},
         {"params": [p for p in trained if id(p) not in decayed], "weight_decay": 0.0},
     ]
-    rate, fused = recipe.learning_rate, all(p.is_cuda for p in trained)
+    fused = all(p.is_cuda for p in trained)
+    rate = recipe.learning_rate
+    if fused:  # a recorded step reads it there; one tensor each, since schedulers write into them
+        for group in groups:
+            group["lr"] = torch.full((), recipe.learning_rate, device=trained[0].device)
     if recipe.optimizer is OptimizerName.ADAMW:
-        return torch.optim.AdamW(groups, rate, betas=(recipe.momentum, 0.999), fused=fused)
+        betas = (recipe.momentum, 0.999)
+        return torch.optim.AdamW(groups, rate, betas=betas, fused=fused, capturable=fused)
     nesterov = recipe.momentum > 0
     return torch.optim.SGD(groups, rate, momentum=recipe.momentum, nesterov=nesterov, fused=fused)
 
