@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import idx_images
+import numpy as np
 import pytest
 import torch
 import uncertainty_per_byte as per_byte
@@ -51,7 +54,7 @@ def logs(*right: float) -> Tensor:
     return torch.stack((p, 1 - p), 1).log()
 
 
-def small_sets(**predictions: Tensor) -> per_byte.Sets:
+def small_sets() -> per_byte.Sets:
     return per_byte.Sets(
         batches={},
         targets=torch.tensor([0, 0, 1, 0]),
@@ -133,7 +136,7 @@ def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     shown = per_byte.table(results)
     assert shown[0] == "### digits_resnet"
     assert len(shown) == 14
-    assert "noise and shift:rotate:90" in shown[-1] or "noise and" in shown[-1]
+    assert "against noise and rotate:90, 50 images" in shown[-1]
     capsys.readouterr()
 
 
@@ -166,3 +169,17 @@ def test_means_over_seeds_and_later_lines_count(tmp_path: Path) -> None:
         *("0.900", "2.000 → 2.000"),
     ]
     assert "against fashion, 4 images" in lines[-1]
+
+
+def test_images_of_idx_files(tmp_path: Path) -> None:
+    pixels = np.arange(2 * 3 * 4, dtype=np.uint8)
+    raw = np.array([2051, 2, 3, 4], ">u4").tobytes() + pixels.tobytes()
+    (tmp_path / "a").write_bytes(raw)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(raw))
+    for name in ("a", "a.gz"):
+        found = idx_images.images(tmp_path / name)
+        assert found.shape == (2, 3, 4, 1)
+        assert found[1, 2, 3, 0] == 23
+    (tmp_path / "labels").write_bytes(np.array([2049, 1, 0, 0], ">u4").tobytes())
+    with pytest.raises(SystemExit, match="2049"):
+        idx_images.images(tmp_path / "labels")
