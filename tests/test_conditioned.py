@@ -253,13 +253,16 @@ def test_an_offset_that_all_images_share_does_not_hide_an_error():
     assert (now - before).var() < 0.05 * before.var(0).mean()
 
 
-def test_one_image_does_not_make_the_grid_coarser():
-    """A network can be fitted to one image at any step, which says nothing about others."""
+@pytest.mark.parametrize("images", [IMAGES[:1], IMAGES[:3], IMAGES[:1].expand(40, -1)], ids=len)
+def test_images_that_any_step_fits_do_not_make_the_grid_coarser(images):
     model = regression()
-    result = pwfn.compress(model, IMAGES[:1], preset="quick")
+    result = pwfn.compress(model, images, preset="quick")
     assert_on_grid(result)
     assert step_of(result) <= 0.3 * rms_of(model)
-    assert "only 1 input:" in result.warnings[0]
+
+
+def test_one_input_is_worth_a_warning():
+    assert "only 1 input:" in pwfn.compress(regression(), IMAGES[:1], preset="quick").warnings[0]
 
 
 # A target: the step is searched

@@ -43,6 +43,7 @@ _TRIED = 512  # images for a try: enough to choose a step with
 _POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _FEW = 64  # fewer inputs are worth a warning
+_ALIKE = 1e-9  # a variance so small, relative to the square, is rounding
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
 
@@ -202,9 +203,7 @@ class ConditionedNetwork(Method):
         """
         tolerance = self.options.tolerance
         goal = tolerance / math.sqrt(_CLOSE)  # the middle of what ends the search
-        # Fewer than four images are compared on, too. They fit any step, so that it may only become finer.
-        apart = sum(batch.size for batch in kept) < sum(batch.size for batch in used)
-        most = math.inf if apart else _FIRST / 2 * self._root_mean_square
+        most = math.inf if self._tells(used, kept) else _FIRST / 2 * self._root_mean_square
         step, power = dyadic(min(_FIRST * self._root_mean_square, most)), _POWER
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
         before: tuple[float, float] | None = None
@@ -226,6 +225,21 @@ class ConditionedNetwork(Method):
             if not fine < step < coarse:
                 break
         return fine or step
+
+    @torch.no_grad()
+    def _tells(self, used: Sequence[Batch], kept: Sequence[Batch]) -> bool:
+        """Whether the images that networks are compared on can show that a step is too coarse.
+
+        Fewer than four are those that condition the weights, too: they fit any step. So does one image, or
+        several that are alike.
+        """
+        spread, original = _Spread(), self._original[0].to(self.device)
+        for batch in kept:
+            output = _output(batch.through(original, "conditioning"))
+            if output is not None:
+                spread.add(output.double())
+        self._original[0].cpu()
+        return sum(batch.size for batch in kept) < sum(batch.size for batch in used) and spread.varies
 
     @torch.no_grad()
     def _conditioned(self, step: float, batches: Sequence[Batch]) -> tuple[tuple[str, ...], nn.Module]:
@@ -302,14 +316,27 @@ class _Spread:
         count, before = self._sums.get(z.shape[1:], (0, torch.zeros_like(sums)))
         self._sums[z.shape[1:]] = count + len(z), before + sums
 
+    @property
+    def _squares(self) -> float:
+        return sum(float(s[1].sum()) for _, s in self._sums.values())
+
+    @property
+    def _about_own(self) -> float:
+        return sum(float((s[1] - s[0].square() / n).sum()) for n, s in self._sums.values())
+
+    @property
+    def varies(self) -> bool:
+        """Whether the outputs of examples differ."""
+        return self._about_own > _ALIKE * self._squares
+
     def total(self) -> float:
         """About the means over examples; where all are alike, about the mean of all; else about zero."""
-        about_own = sum(float((s[1] - s[0].square() / n).sum()) for n, s in self._sums.values())
+        if self.varies:
+            return self._about_own
         count = sum(n * s[0].numel() for n, s in self._sums.values())
         of_all = sum(float(s[0].sum()) for _, s in self._sums.values())
-        squares = sum(float(s[1].sum()) for _, s in self._sums.values())
-        found = (about_own, squares - of_all**2 / max(count, 1))
-        return next((each for each in found if each > 1e-9 * squares), squares)
+        about_all = self._squares - of_all**2 / max(count, 1)
+        return about_all if about_all > _ALIKE * self._squares else self._squares
 
 
 def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
