@@ -12,7 +12,7 @@ are there are not run again. ``python experiments/results.py docs`` makes the ta
   regression on the original's, ``cov / var``, not by the ratio of standard deviations.
 
 All variants have the same bytes, up to those of a few scales. They are compared with the original on 5,000
-training images that were not used, as they are and mixed (0.7 of one, 0.3 of another), and on the test images.
+training images that were not used, plain and mixed (0.7 of one, 0.3 of another), and on the test images.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def distilled(model: nn.Module, original: nn.Module, images: Tensor, seed: int) 
         with torch.no_grad():
             reference = original(batch)
         optimizer.zero_grad()
-        divergence(model(batch), reference).backward()  # type: ignore[no-untyped-call]  # torch has no types
+        divergence(model(batch), reference).backward()
         optimizer.step()
         scheduler.step()
     return model.requires_grad_(False)
@@ -201,12 +201,8 @@ def table(path: Path = RESULTS) -> list[str]:
         own = [line for line in lines if (line["network"], line["step"]) == (name, step)]
         for variant in VARIANTS if own else ():
             cells = [f"{name}, {step}", variant]
-            for places, factor, *keys in (
-                *((4, 1, part, "kl") for part in SETS),
-                (2, 100, "test", "agreement"),
-                (2, 100, "accuracy"),
-            ):
-                cells.append(_cell(own, variant, keys, places, factor))
+            cells += [_cell(own, variant, (part, "kl"), 4, 1) for part in SETS]
+            cells += [_cell(own, variant, keys, 2, 100) for keys in (("test", "agreement"), ("accuracy",))]
             rows.append(tuple(cells))
     machines = sorted(
         {f"{line['device']}, {line['threads']} threads, torch {line['torch']}" for line in lines}

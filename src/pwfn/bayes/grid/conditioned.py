@@ -38,12 +38,12 @@ from pwfn.layout import Layout, held, untouched
 # Bytes of inputs that pass through the network together. On a CPU few are faster: caches hold them.
 _PART_BYTES, _PART_BYTES_CPU, _LARGEST_PART = 2**24, 2**22, 128
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
-_TRIES = 5
+_TRIES, _MOST_TRIES = 5, 15  # the second: while no step was within the tolerance
 _TRIED = 512  # images for a try: enough to choose a step with
 _POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _FEW = 64  # fewer inputs are worth a warning
-_ALIKE = 1e-9  # a variance so small, relative to the square, is rounding
+_ALIKE = 1e-12  # a variance so small, relative to the square, is rounding
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
 
@@ -97,6 +97,19 @@ class ConditionedNetwork(Method):
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
 
+    @classmethod
+    def layout_of(cls, model: nn.Module, config: Config) -> Layout:
+        """What the settings select; also frozen weights, since nothing is trained."""
+        given = model.parameters() if isinstance(model, nn.Module) else ()
+        frozen = [p for p in given if p.is_floating_point() and not p.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_()
+            return super().layout_of(model, config)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
@@ -128,9 +141,12 @@ class ConditionedNetwork(Method):
         self.notes, model = self._conditioned(self.grid_step, batches)
         if searches:
             # The distance of a tiny network is nearly random: that of the try says little about this one.
-            for _ in range(_TRIES):
-                if self._distance(model, kept) <= _CLOSE * self.options.tolerance:
+            tries = 0
+            while (distance := self._distance(model, kept)) > _CLOSE * self.options.tolerance:
+                if tries == _TRIES:
+                    self.notes += (_too_far(distance, self.options.tolerance),)
                     break
+                tries += 1
                 self.grid_step = next_dyadic(self.grid_step, -2)
                 self._most_passes += 1
                 self.notes, model = self._conditioned(self.grid_step, batches)
@@ -207,7 +223,11 @@ class ConditionedNetwork(Method):
         step, power = dyadic(min(_FIRST * self._root_mean_square, most)), _POWER
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
         before: tuple[float, float] | None = None
-        for _ in range(_TRIES):
+        for number in range(_MOST_TRIES):
+            if number >= _TRIES:  # one large weight makes the root mean square say little about the others
+                if fine:
+                    break
+                self._most_passes += 1
             distance, _ = self._try(step, used, kept)
             if distance <= tolerance:
                 fine = max(fine, step)
@@ -261,7 +281,7 @@ class ConditionedNetwork(Method):
     def _distance(self, model: nn.Module, batches: Sequence[Batch]) -> float:
         """Squared error of the outputs relative to their variance, ``sum |z' - z|^2 / sum |z - mean|^2``.
 
-        The mean is that of each output over the images: an offset that all images share says nothing about one.
+        The mean is that of each output over the images: an offset that all share says nothing about one.
         Class scores are compared after their mean over the classes is subtracted, which softmax ignores.
         Unlike a divergence it does not depend on how confident the network is.
         """
@@ -355,6 +375,15 @@ def _divided(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
         rest += [batch.part(cut, batch.size)] if cut < batch.size else []
         at += batch.size
     return first, rest or first
+
+
+def _too_far(distance: float, tolerance: float) -> str:
+    """What to say where no step was fine enough."""
+    return (
+        f"the squared error of the outputs is {distance:.2g} of their variance on images that were not used, "
+        f"above options.tolerance ({tolerance:g}), even with the finest step that was tried: weights may "
+        "differ too much in size for one step; leave the largest out with layout.exclude, or give more images"
+    )
 
 
 def _bits(layout: Layout, values: Tensor) -> float:
