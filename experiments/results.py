@@ -25,6 +25,7 @@ import figures
 import files
 import imagenet
 import posteriors
+import second_stage
 import targets
 import uncertainty_per_byte
 from archive import Archive
@@ -183,6 +184,7 @@ def pages(archive: Archive) -> dict[Path, str]:
             "posteriors": posteriors.table(results / "posteriors.jsonl"),
             "per byte": uncertainty_per_byte.table(results / "uncertainty_per_byte.jsonl"),
         },
+        "docs/method.md": {"second stage": second_stage.table(results / "second_stage.jsonl")},
         "docs/results.md": {"files": files.table(results / "files.jsonl")},
         "docs/imagenet.md": {
             "imagenet steps": imagenet.steps(results / "imagenet_steps.jsonl"),

@@ -243,7 +243,7 @@ def test_outputs_that_never_move_do_not_make_the_grid_coarser():
 
 
 def test_an_offset_that_all_images_share_does_not_hide_an_error():
-    """Two outputs around 0 and 1000 that vary by 1: 1 % of the variance of all numbers is an error of 35."""
+    """Two outputs around 0 and 1000 that vary by less than 1: of all numbers, 1 % of the variance is 50^2."""
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).eval()
     with torch.no_grad():
         model[2].bias += torch.tensor([0.0, 1000.0])
@@ -253,13 +253,52 @@ def test_an_offset_that_all_images_share_does_not_hide_an_error():
     assert (now - before).var() < 0.05 * before.var(0).mean()
 
 
-def test_one_image_does_not_make_the_grid_coarser():
-    """A network can be fitted to one image at any step, which says nothing about others."""
+@pytest.mark.parametrize("images", [IMAGES[:1], IMAGES[:3], IMAGES[:1].expand(40, -1)], ids=len)
+def test_images_that_any_step_fits_do_not_make_the_grid_coarser(images):
     model = regression()
-    result = pwfn.compress(model, IMAGES[:1], preset="quick")
+    result = pwfn.compress(model, images, preset="quick")
     assert_on_grid(result)
     assert step_of(result) <= 0.3 * rms_of(model)
-    assert "only 1 input:" in result.warnings[0]
+
+
+def test_one_huge_weight_does_not_make_the_others_zero():
+    """As in a regression on prices: the root mean square is that of one bias."""
+    torch.manual_seed(0)
+    model = regression()
+    with torch.no_grad():
+        last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+        last.weight *= 100.0
+        last.bias += 200_000.0
+        result = pwfn.compress(model, IMAGES, preset="quick")
+        before, now = model(IMAGES), result.model()(IMAGES)
+    assert (now - before).var() < 0.1 * before.var()
+    assert result.warnings == ()
+
+
+def test_an_error_above_the_tolerance_is_said():
+    """No float32 holds weights of 1e-7 and of 1e7 on one grid."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 2, bias=False)).eval()
+    with torch.no_grad():
+        model[0].weight *= 1e-7
+        model[2].weight *= 1e7
+    warnings = pwfn.compress(model, IMAGES, preset="quick").warnings
+    assert "of their variance" in warnings[0]
+    assert "layout.exclude" in warnings[0]
+
+
+def test_frozen_weights_are_compressed_alike():
+    """Nothing is trained, so requires_grad makes no difference; the model given stays frozen."""
+    model = batchnorm_classifier()
+    free = pwfn.compress(model, IMAGES, config=FIXED)
+    model.requires_grad_(False)
+    frozen = pwfn.compress(model, IMAGES, config=FIXED)
+    assert content(frozen) == content(free)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert frozen.model()(IMAGES).equal(free.model()(IMAGES))
+
+
+def test_one_input_is_worth_a_warning():
+    assert "only 1 input:" in pwfn.compress(regression(), IMAGES[:1], preset="quick").warnings[0]
 
 
 # A target: the step is searched

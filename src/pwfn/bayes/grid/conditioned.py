@@ -38,11 +38,12 @@ from pwfn.layout import Layout, held, untouched
 # Bytes of inputs that pass through the network together. On a CPU few are faster: caches hold them.
 _PART_BYTES, _PART_BYTES_CPU, _LARGEST_PART = 2**24, 2**22, 128
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
-_TRIES = 5
+_TRIES, _MOST_TRIES = 5, 15  # the second: while no step was within the tolerance
 _TRIED = 512  # images for a try: enough to choose a step with
 _POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _FEW = 64  # fewer inputs are worth a warning
+_ALIKE = 1e-12  # a variance so small, relative to the square, is rounding
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
 
@@ -96,6 +97,19 @@ class ConditionedNetwork(Method):
         if self._root_mean_square == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
 
+    @classmethod
+    def layout_of(cls, model: nn.Module, config: Config) -> Layout:
+        """What the settings select; also frozen weights, since nothing is trained."""
+        given = model.parameters() if isinstance(model, nn.Module) else ()
+        frozen = [p for p in given if p.is_floating_point() and not p.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_()
+            return super().layout_of(model, config)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
@@ -127,9 +141,12 @@ class ConditionedNetwork(Method):
         self.notes, model = self._conditioned(self.grid_step, batches)
         if searches:
             # The distance of a tiny network is nearly random: that of the try says little about this one.
-            for _ in range(_TRIES):
-                if self._distance(model, kept) <= _CLOSE * self.options.tolerance:
+            tries = 0
+            while (distance := self._distance(model, kept)) > _CLOSE * self.options.tolerance:
+                if tries == _TRIES:
+                    self.notes += (_too_far(distance, self.options.tolerance),)
                     break
+                tries += 1
                 self.grid_step = next_dyadic(self.grid_step, -2)
                 self._most_passes += 1
                 self.notes, model = self._conditioned(self.grid_step, batches)
@@ -202,13 +219,15 @@ class ConditionedNetwork(Method):
         """
         tolerance = self.options.tolerance
         goal = tolerance / math.sqrt(_CLOSE)  # the middle of what ends the search
-        # Fewer than four images are compared on, too. They fit any step, so that it may only become finer.
-        apart = sum(batch.size for batch in kept) < sum(batch.size for batch in used)
-        most = math.inf if apart else _FIRST / 2 * self._root_mean_square
+        most = math.inf if self._tells(used, kept) else _FIRST / 2 * self._root_mean_square
         step, power = dyadic(min(_FIRST * self._root_mean_square, most)), _POWER
         fine, coarse = 0.0, math.inf  # the largest step within the tolerance, the smallest beyond it
         before: tuple[float, float] | None = None
-        for _ in range(_TRIES):
+        for number in range(_MOST_TRIES):
+            if number >= _TRIES:  # one large weight makes the root mean square say little about the others
+                if fine:
+                    break
+                self._most_passes += 1
             distance, _ = self._try(step, used, kept)
             if distance <= tolerance:
                 fine = max(fine, step)
@@ -226,6 +245,21 @@ class ConditionedNetwork(Method):
             if not fine < step < coarse:
                 break
         return fine or step
+
+    @torch.no_grad()
+    def _tells(self, used: Sequence[Batch], kept: Sequence[Batch]) -> bool:
+        """Whether the images that networks are compared on can show that a step is too coarse.
+
+        Fewer than four are those that condition the weights, too: they fit any step. So does one image, or
+        several that are alike.
+        """
+        spread, original = _Spread(), self._original[0].to(self.device)
+        for batch in kept:
+            output = _output(batch.through(original, "conditioning"))
+            if output is not None:
+                spread.add(output.double())
+        self._original[0].cpu()
+        return sum(batch.size for batch in kept) < sum(batch.size for batch in used) and spread.varies
 
     @torch.no_grad()
     def _conditioned(self, step: float, batches: Sequence[Batch]) -> tuple[tuple[str, ...], nn.Module]:
@@ -302,14 +336,27 @@ class _Spread:
         count, before = self._sums.get(z.shape[1:], (0, torch.zeros_like(sums)))
         self._sums[z.shape[1:]] = count + len(z), before + sums
 
+    @property
+    def _squares(self) -> float:
+        return sum(float(s[1].sum()) for _, s in self._sums.values())
+
+    @property
+    def _about_own(self) -> float:
+        return sum(float((s[1] - s[0].square() / n).sum()) for n, s in self._sums.values())
+
+    @property
+    def varies(self) -> bool:
+        """Whether the outputs of examples differ."""
+        return self._about_own > _ALIKE * self._squares
+
     def total(self) -> float:
         """About the means over examples; where all are alike, about the mean of all; else about zero."""
-        about_own = sum(float((s[1] - s[0].square() / n).sum()) for n, s in self._sums.values())
+        if self.varies:
+            return self._about_own
         count = sum(n * s[0].numel() for n, s in self._sums.values())
         of_all = sum(float(s[0].sum()) for _, s in self._sums.values())
-        squares = sum(float(s[1].sum()) for _, s in self._sums.values())
-        found = (about_own, squares - of_all**2 / max(count, 1))
-        return next((each for each in found if each > 1e-9 * squares), squares)
+        about_all = self._squares - of_all**2 / max(count, 1)
+        return about_all if about_all > _ALIKE * self._squares else self._squares
 
 
 def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
@@ -328,6 +375,15 @@ def _divided(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
         rest += [batch.part(cut, batch.size)] if cut < batch.size else []
         at += batch.size
     return first, rest or first
+
+
+def _too_far(distance: float, tolerance: float) -> str:
+    """What to say where no step was fine enough."""
+    return (
+        f"the squared error of the outputs is {distance:.2g} of their variance on images that were not used, "
+        f"above options.tolerance ({tolerance:g}), even with the finest step that was tried: weights may "
+        "differ too much in size for one step; leave the largest out with layout.exclude, or give more images"
+    )
 
 
 def _bits(layout: Layout, values: Tensor) -> float:
