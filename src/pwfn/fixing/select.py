@@ -1,19 +1,21 @@
 """The weights still free in a round: counted by candidate, taken nearest first.
 
-Nothing here sorts the weights. How many are nearest to each candidate is counted once and kept up to
-date while the candidates stay the same. A centre looks only at the weights within its reach, since
-``D = |mu - c| / sigma`` is at least ``|mu - c|`` over the largest sigma. The last distance admitted is
-found by counting distances in ever finer bins; only the few in the bin that decides are sorted.
+How many are nearest to each candidate is counted once and kept up to date while the candidates stay the
+same. A centre looks only at the weights within its reach, since ``D = |mu - c| / sigma`` is at least
+``|mu - c|`` over the largest sigma. The last distance admitted is found by counting distances in ever finer
+bins; only the few in the bin that decides are sorted.
 
-The weights stay in the order of the vector, in blocks, so the working memory does not grow with
-temporaries of the whole length.
+:class:`FreeWeights` sorts no weights: they stay in the order of the vector, in blocks, so the working memory
+does not grow with temporaries of the whole length. Every choice of a centre looks at all of them.
+:class:`SortedWeights` first sorts each block by its means. A choice then looks at one slice of each block,
+which is faster where sorting is fast, on a GPU, and takes more memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -265,6 +267,133 @@ class FreeWeights:
         return parts
 
 
+class SortedWeights(FreeWeights):
+    """The same weights with the means of each block sorted: those within a window are a slice.
+
+    The means, sigmas and mask of the base class are copies of the free weights alone, in that order, and
+    ``_order`` has their positions in the block of the vector. What is fixed is written to the vector at once.
+    """
+
+    def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, **settings: Any) -> None:
+        self._vector = mu, sigma, fixed
+        free = mu.numel() - int(fixed.count_nonzero())
+        means, spreads = mu.new_empty(free), mu.new_empty(free)
+        self._order = torch.empty(free, dtype=torch.int32, device=mu.device)
+        self._parts: list[tuple[slice, slice]] = []  # of the vector, and of what is sorted here
+        start = 0
+        for first in range(0, mu.numel(), _BLOCK):
+            block = slice(first, min(first + _BLOCK, mu.numel()))
+            at = torch.nonzero(~fixed[block]).squeeze(1)
+            part = slice(start, start + at.numel())
+            means[part], place = mu[block][at].sort()
+            at = at[place]
+            self._order[part], spreads[part] = at, sigma[block][at]
+            self._parts.append((block, part))
+            start = part.stop
+        super().__init__(means, spreads, torch.zeros_like(means, dtype=torch.bool), **settings)
+
+    def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
+        """Move the chosen ones to the centre; their sigma becomes the spread of the means just moved."""
+        moving, moments, ties = [], _Moments(), chosen.ties
+        near.reverse()
+        while near:  # each part is taken out of the list, to free its memory
+            part, order, away = near.pop()
+            take = away < chosen.last
+            if ties > 0:
+                level = torch.nonzero(away == chosen.last).squeeze(1)
+                if level.numel() > ties:  # in the order of the vector
+                    level = level[order[level].argsort()[:ties]]
+                take[level] = True
+                ties -= level.numel()
+            moved = self._mu[part][take]
+            if moved.numel() == 0:
+                continue
+            ends = torch.searchsorted(moved, self._edges_here, right=True)  # it is sorted too
+            self._votes -= np.diff(ends.cpu().numpy(), prepend=0, append=moved.numel())
+            moments.add(moved)
+            self._fixed[part] |= take
+            moving.append((part, take))
+        for (part, take), block in zip(moving, self._blocks_of([part for part, _ in moving]), strict=True):
+            at = self._order[part][take].long()
+            for tensor, value in zip(self._vector, (centre, moments.std, True), strict=True):
+                tensor[block].index_fill_(0, at, value)
+        self._size -= chosen.length
+        self._compact()
+        if moments.farthest == self._largest and self._size:
+            self._largest = self._largest_mean()
+
+    def sweep(self, needed: int) -> None:
+        """Send the ``needed`` weights closest to their own candidate of the highest order there."""
+        self._keep_free()
+        self._set_grid(self._omega_max)
+        grid = self._grid.to(self._mu.device)
+        near = [
+            Near(part, self._order[part], self._away(part, grid[self._nearest(self._mu[part])]))
+            for _, part in self._parts
+        ]
+        chosen = cut([part.distance for part in near], needed)
+        ties = chosen.ties
+        mu, sigma, fixed = self._vector
+        for (block, part), (_, order, away) in zip(self._parts, near, strict=True):
+            take = away < chosen.last
+            level = torch.nonzero(away == chosen.last).squeeze(1)
+            level = level[order[level].argsort()[:ties]]
+            take[level] = True
+            ties -= level.numel()
+            at = order[take].long()
+            mu[block][at] = grid[self._nearest(self._mu[part][take])]
+            sigma[block][at] = self._sigma[part][take].clamp_max(2.0**-self._b / 4)
+            fixed[block].index_fill_(0, at, True)
+
+    def finish(self) -> None:
+        """Nothing is left to do: the vector has every change."""
+
+    def _compact(self) -> None:
+        if self._mu.numel() > max(_WORTH, 2 * self._size):
+            self._keep_free()
+
+    def _keep_free(self) -> None:
+        """Drop what is fixed; what remains is still sorted."""
+        free = ~self._fixed
+        counts = torch.stack([free[part].count_nonzero() for _, part in self._parts]).tolist()
+        held = self._mu, self._sigma, self._order
+        made = tuple(tensor.new_empty(self._size) for tensor in held)
+        parts, start = [], 0
+        for (block, old), count in zip(self._parts, counts, strict=True):
+            part = slice(start, start + count)
+            for there, here in zip(made, held, strict=True):
+                there[part] = here[old][free[old]]
+            parts.append((block, part))
+            start = part.stop
+        self._mu, self._sigma, self._order = made
+        self._parts, self._fixed = parts, torch.zeros_like(self._mu, dtype=torch.bool)
+        self._widest = self._widest_spread()
+
+    def _blocks_of(self, slices: list[slice]) -> Iterator[slice]:
+        """The blocks of the vector in which slices of the sorted parts lie; both ascend."""
+        parts = iter(self._parts)
+        block, part = next(parts)
+        for wanted in slices:
+            while wanted.start >= part.stop:
+                block, part = next(parts)
+            yield block
+
+    def _away(self, part: slice, centre: float | Tensor) -> Tensor:
+        return distance(self._mu[part], self._sigma[part], centre, self._floor)
+
+    def _near(self, centre: float | Tensor, above: float, to: float) -> list[Near]:
+        """As in the base class; a part has the fixed ones too, whose distance is nan: no rule admits it."""
+        window = torch.tensor([above, to], dtype=self._mu.dtype, device=self._mu.device)
+        ends = [torch.searchsorted(self._mu[part], window, right=True) for _, part in self._parts]
+        near = []
+        for (_, part), (low, high) in zip(self._parts, torch.stack(ends).tolist(), strict=True):
+            if low < high:
+                inside = slice(part.start + low, part.start + high)
+                away = self._away(inside, centre).masked_fill_(self._fixed[inside], math.nan)
+                near.append(Near(inside, self._order[inside], away))
+        return near
+
+
 class _Moments:
     """Variance and largest size of values that come in parts (Chan, Golub and LeVeque's update)."""
 
@@ -307,6 +436,8 @@ def taken(near: list[Near], chosen: Cut) -> Iterator[tuple[slice, Tensor]]:
 def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut:
     """Where the ``needed`` smallest distances end; with delta, while their running mean is at most that.
 
+    With delta some may be nan, which come after all others.
+
     >>> cut([torch.tensor([4.0, 1.0]), torch.tensor([1.0, 3.0])], needed=3)
     Cut(last=3.0, ties=1, length=3)
     >>> cut([torch.tensor([4.0, 1.0]), torch.tensor([1.0, 3.0])], needed=4, delta=1.0)
@@ -341,6 +472,8 @@ def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut
         parts = [part[(part >= low) & (part <= high)] for part in parts]
     rest = torch.cat(parts).sort().values[: needed - below]
     length = rest.numel()
+    if length == 0:  # all that are numbers
+        return Cut(math.inf, 0, below)
     if delta is not None:
         sums = rest.double().cumsum(0) + total
         numbers = torch.arange(below + 1, below + length + 1, device=rest.device)
