@@ -285,8 +285,11 @@ class SortedWeights(FreeWeights):
             block = slice(first, min(first + _BLOCK, mu.numel()))
             at = torch.nonzero(~fixed[block]).squeeze(1)
             part = slice(start, start + at.numel())
-            means[part], place = mu[block][at].sort()
-            at = at[place]
+            if at.numel() == block.stop - block.start:
+                means[part], at = mu[block].sort()
+            else:
+                means[part], place = mu[block][at].sort()
+                at = at[place]
             self._order[part], spreads[part] = at, sigma[block][at]
             self._parts.append((block, part))
             start = part.stop
@@ -305,16 +308,17 @@ class SortedWeights(FreeWeights):
                     level = level[order[level].argsort()[:ties]]
                 take[level] = True
                 ties -= level.numel()
-            moved = self._mu[part][take]
-            if moved.numel() == 0:
+            at = torch.nonzero(take).squeeze(1)
+            if at.numel() == 0:
                 continue
-            ends = torch.searchsorted(moved, self._edges_here, right=True)  # it is sorted too
-            self._votes -= np.diff(ends.cpu().numpy(), prepend=0, append=moved.numel())
+            moved = self._mu[part][at]
+            self._votes -= self._votes_of([moved])  # it is sorted too
             moments.add(moved)
             self._fixed[part] |= take
-            moving.append((part, take))
-        for (part, take), block in zip(moving, self._blocks_of([part for part, _ in moving]), strict=True):
-            at = self._order[part][take].long()
+            moving.append((part, order[at]))
+        blocks = self._blocks_of([part for part, _ in moving])
+        for (_, order), block in zip(moving, blocks, strict=True):
+            at = order.long()
             for tensor, value in zip(self._vector, (centre, moments.std, True), strict=True):
                 tensor[block].index_fill_(0, at, value)
         self._size -= chosen.length
@@ -354,20 +358,45 @@ class SortedWeights(FreeWeights):
 
     def _keep_free(self) -> None:
         """Drop what is fixed; what remains is still sorted."""
-        free = ~self._fixed
-        counts = torch.stack([free[part].count_nonzero() for _, part in self._parts]).tolist()
+        if self._size == self._mu.numel():
+            return
         held = self._mu, self._sigma, self._order
         made = tuple(tensor.new_empty(self._size) for tensor in held)
         parts, start = [], 0
-        for (block, old), count in zip(self._parts, counts, strict=True):
-            part = slice(start, start + count)
+        for block, old in self._parts:
+            at = torch.nonzero(~self._fixed[old]).squeeze(1)
+            part = slice(start, start + at.numel())
             for there, here in zip(made, held, strict=True):
-                there[part] = here[old][free[old]]
+                torch.index_select(here[old], 0, at, out=there[part])
             parts.append((block, part))
             start = part.stop
         self._mu, self._sigma, self._order = made
         self._parts, self._fixed = parts, torch.zeros_like(self._mu, dtype=torch.bool)
         self._widest = self._widest_spread()
+
+    def _largest_mean(self) -> float:
+        largest = 0.0
+        for _, part in self._parts:
+            free = (~self._fixed[part]).view(torch.uint8)
+            if free.numel():  # argmax is the first of equals
+                ends = torch.stack((free.argmax(), free.numel() - 1 - free.flip(0).argmax()))
+                some = free.amax() * self._mu[part][ends].abs().amax()
+                largest = max(largest, float(some))
+        return largest
+
+    def _widest_spread(self) -> float:
+        return max(self._floor, float(self._sigma.amax())) if self._sigma.numel() else self._floor
+
+    def _count(self) -> Integers:
+        self._keep_free()
+        return self._votes_of([self._mu[part] for _, part in self._parts])
+
+    def _votes_of(self, parts: list[Tensor]) -> Integers:
+        """How many of sorted means are nearest to each candidate."""
+        ends = [torch.searchsorted(means, self._edges_here, right=True) for means in parts]
+        sizes = np.array([[means.numel()] for means in parts])
+        counts: Integers = np.diff(torch.stack(ends).cpu().numpy(), prepend=0, append=sizes).sum(0)
+        return counts
 
     def _blocks_of(self, slices: list[slice]) -> Iterator[slice]:
         """The blocks of the vector in which slices of the sorted parts lie; both ascend."""
@@ -452,15 +481,33 @@ def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut
     integer, first, last = (torch.int32, 0, _INF_32) if single else (torch.int64, 0, _INF_64)
     below, total = 0, 0.0  # number and sum of the distances left of those in question
     span = 0  # of the last look: where bins decide nothing more, as with a mean of just delta, the sort does
+    even = 0.0  # bins of equal width for the first look at a mean; later ones are of bits
+    if delta is not None and sum(part.numel() for part in parts) > _FEW:
+        count = sum(int((part >= 0).count_nonzero()) for part in parts)
+        total_of_all = math.fsum(float(part.nansum(dtype=torch.float64)) for part in parts)
+        if count <= needed and total_of_all <= delta * (1 - _MARGIN) * count:
+            return Cut(math.inf, 0, count)
+        # Up to 8 deltas: counters that many share are slow on a GPU. A power of two keeps products exact.
+        even = 2.0 ** min(max(_BIN_BITS - math.ceil(math.log2(8 * delta)), -100), 100)
     while last - first != span and sum(part.numel() for part in parts) > _FEW:
-        span = last - first
-        shift = max(span.bit_length() - _BIN_BITS, 0)
         counts = np.zeros(2**_BIN_BITS, np.int64)
-        for part in parts:
-            bins = (part.view(integer) - first) >> shift
-            counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
-        lowest = first + (np.arange(counts.size, dtype=np.int64) << shift)
-        ends = np.minimum(np.stack((lowest, lowest + (1 << shift) - 1)), last)
+        numbers = np.arange(counts.size + 1)
+        if even:
+            for part in parts:
+                bins = (part * even).clamp_max_(counts.size - 1).nan_to_num_(counts.size - 1).to(torch.int32)
+                counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
+            edges = torch.from_numpy(numbers / even).to(parts[0].dtype)
+            edges = torch.stack((edges[:-1], edges[1:].nextafter(edges.new_tensor(-1.0))))
+            edges[1, -1] = math.inf
+            ends, even = edges.view(integer).long().numpy(), 0.0
+        else:
+            span = last - first
+            shift = max(span.bit_length() - _BIN_BITS, 0)
+            for part in parts:
+                bins = (part.view(integer) - first) >> shift
+                counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
+            lowest = first + (numbers[:-1] << shift)
+            ends = np.minimum(np.stack((lowest, lowest + (1 << shift) - 1)), last)
         lows, highs = torch.from_numpy(ends).to(integer).view(parts[0].dtype).double().numpy()
         start, stop = _deciding(counts, lows, highs, below, total, needed, delta)
         first, last = int(ends[0, start]), int(ends[1, stop])
@@ -476,9 +523,9 @@ def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut
         return Cut(math.inf, 0, below)
     if delta is not None:
         sums = rest.double().cumsum(0) + total
-        numbers = torch.arange(below + 1, below + length + 1, device=rest.device)
+        places = torch.arange(below + 1, below + length + 1, device=rest.device)
         # Running means of an ascending list never fall.
-        length = int((sums / numbers <= delta).count_nonzero())
+        length = int((sums / places <= delta).count_nonzero())
     end = float(rest[max(length - 1, 0)])
     return Cut(end, length - int((rest[:length] < end).count_nonzero()), below + length)
 
