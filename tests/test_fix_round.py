@@ -2,6 +2,7 @@ import math
 import random
 from contextlib import contextmanager
 from fractions import Fraction
+from importlib import import_module
 from itertools import product
 from unittest.mock import patch
 
@@ -22,6 +23,15 @@ from pwfn.fixing.fix_round import FixResult, target_count
 from pwfn.fixing.record import relative_moves
 
 RULES = ("mean", "each", "nearest")
+
+
+@pytest.fixture(scope="module", autouse=True, params=[select.FreeWeights, select.SortedWeights])
+def kind(request):
+    """Every test here holds for both ways to keep the free weights: a CPU's, and that of a GPU."""
+    with patch.object(import_module("pwfn.fixing.fix_round"), "FreeWeights", request.param):
+        yield request.param
+
+
 SWEEPS = (None, 2.0, 16.0)
 DEFAULTS = {
     "rule": "mean",

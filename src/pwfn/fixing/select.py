@@ -1,19 +1,21 @@
 """The weights still free in a round: counted by candidate, taken nearest first.
 
-Nothing here sorts the weights. How many are nearest to each candidate is counted once and kept up to
-date while the candidates stay the same. A centre looks only at the weights within its reach, since
-``D = |mu - c| / sigma`` is at least ``|mu - c|`` over the largest sigma. The last distance admitted is
-found by counting distances in ever finer bins; only the few in the bin that decides are sorted.
+How many are nearest to each candidate is counted once and kept up to date while the candidates stay the
+same. A centre looks only at the weights within its reach, since ``D = |mu - c| / sigma`` is at least
+``|mu - c|`` over the largest sigma. The last distance admitted is found by counting distances in ever finer
+bins; only the few in the bin that decides are sorted.
 
-The weights stay in the order of the vector, in blocks, so the working memory does not grow with
-temporaries of the whole length.
+:class:`FreeWeights` sorts no weights: they stay in the order of the vector, in blocks, so the working memory
+does not grow with temporaries of the whole length. Every choice of a centre looks at all of them.
+:class:`SortedWeights` first sorts each block by its means. A choice then looks at one slice of each block,
+which is faster where sorting is fast, on a GPU, and takes more memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -265,6 +267,162 @@ class FreeWeights:
         return parts
 
 
+class SortedWeights(FreeWeights):
+    """The same weights with the means of each block sorted: those within a window are a slice.
+
+    The means, sigmas and mask of the base class are copies of the free weights alone, in that order, and
+    ``_order`` has their positions in the block of the vector. What is fixed is written to the vector at once.
+    """
+
+    def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, **settings: Any) -> None:
+        self._vector = mu, sigma, fixed
+        free = mu.numel() - int(fixed.count_nonzero())
+        means, spreads = mu.new_empty(free), mu.new_empty(free)
+        self._order = torch.empty(free, dtype=torch.int32, device=mu.device)
+        self._parts: list[tuple[slice, slice]] = []  # of the vector, and of what is sorted here
+        start = 0
+        for first in range(0, mu.numel(), _BLOCK):
+            block = slice(first, min(first + _BLOCK, mu.numel()))
+            at = torch.nonzero(~fixed[block]).squeeze(1)
+            part = slice(start, start + at.numel())
+            if at.numel() == block.stop - block.start:
+                means[part], at = mu[block].sort()
+            else:
+                means[part], place = mu[block][at].sort()
+                at = at[place]
+            self._order[part], spreads[part] = at, sigma[block][at]
+            self._parts.append((block, part))
+            start = part.stop
+        super().__init__(means, spreads, torch.zeros_like(means, dtype=torch.bool), **settings)
+
+    def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
+        """Move the chosen ones to the centre; their sigma becomes the spread of the means just moved."""
+        moving, moments, ties = [], _Moments(), chosen.ties
+        near.reverse()
+        while near:  # each part is taken out of the list, to free its memory
+            part, order, away = near.pop()
+            take = away < chosen.last
+            if ties > 0:
+                level = torch.nonzero(away == chosen.last).squeeze(1)
+                if level.numel() > ties:  # in the order of the vector
+                    level = level[order[level].argsort()[:ties]]
+                take[level] = True
+                ties -= level.numel()
+            at = torch.nonzero(take).squeeze(1)
+            if at.numel() == 0:
+                continue
+            moved = self._mu[part][at]
+            self._votes -= self._votes_of([moved])  # it is sorted too
+            moments.add(moved)
+            self._fixed[part] |= take
+            moving.append((part, order[at]))
+        blocks = self._blocks_of([part for part, _ in moving])
+        for (_, order), block in zip(moving, blocks, strict=True):
+            at = order.long()
+            for tensor, value in zip(self._vector, (centre, moments.std, True), strict=True):
+                tensor[block].index_fill_(0, at, value)
+        self._size -= chosen.length
+        self._compact()
+        if moments.farthest == self._largest and self._size:
+            self._largest = self._largest_mean()
+
+    def sweep(self, needed: int) -> None:
+        """Send the ``needed`` weights closest to their own candidate of the highest order there."""
+        self._keep_free()
+        self._set_grid(self._omega_max)
+        grid = self._grid.to(self._mu.device)
+        near = [
+            Near(part, self._order[part], self._away(part, grid[self._nearest(self._mu[part])]))
+            for _, part in self._parts
+        ]
+        chosen = cut([part.distance for part in near], needed)
+        ties = chosen.ties
+        mu, sigma, fixed = self._vector
+        for (block, part), (_, order, away) in zip(self._parts, near, strict=True):
+            take = away < chosen.last
+            level = torch.nonzero(away == chosen.last).squeeze(1)
+            level = level[order[level].argsort()[:ties]]
+            take[level] = True
+            ties -= level.numel()
+            at = order[take].long()
+            mu[block][at] = grid[self._nearest(self._mu[part][take])]
+            sigma[block][at] = self._sigma[part][take].clamp_max(2.0**-self._b / 4)
+            fixed[block].index_fill_(0, at, True)
+
+    def finish(self) -> None:
+        """Nothing is left to do: the vector has every change."""
+
+    def _compact(self) -> None:
+        if self._mu.numel() > max(_WORTH, 2 * self._size):
+            self._keep_free()
+
+    def _keep_free(self) -> None:
+        """Drop what is fixed; what remains is still sorted."""
+        if self._size == self._mu.numel():
+            return
+        held = self._mu, self._sigma, self._order
+        made = tuple(tensor.new_empty(self._size) for tensor in held)
+        parts, start = [], 0
+        for block, old in self._parts:
+            at = torch.nonzero(~self._fixed[old]).squeeze(1)
+            part = slice(start, start + at.numel())
+            for there, here in zip(made, held, strict=True):
+                torch.index_select(here[old], 0, at, out=there[part])
+            parts.append((block, part))
+            start = part.stop
+        self._mu, self._sigma, self._order = made
+        self._parts, self._fixed = parts, torch.zeros_like(self._mu, dtype=torch.bool)
+        self._widest = self._widest_spread()
+
+    def _largest_mean(self) -> float:
+        largest = 0.0
+        for _, part in self._parts:
+            free = (~self._fixed[part]).view(torch.uint8)
+            if free.numel():  # argmax is the first of equals
+                ends = torch.stack((free.argmax(), free.numel() - 1 - free.flip(0).argmax()))
+                some = free.amax() * self._mu[part][ends].abs().amax()
+                largest = max(largest, float(some))
+        return largest
+
+    def _widest_spread(self) -> float:
+        return max(self._floor, float(self._sigma.amax())) if self._sigma.numel() else self._floor
+
+    def _count(self) -> Integers:
+        self._keep_free()
+        return self._votes_of([self._mu[part] for _, part in self._parts])
+
+    def _votes_of(self, parts: list[Tensor]) -> Integers:
+        """How many of sorted means are nearest to each candidate."""
+        ends = [torch.searchsorted(means, self._edges_here, right=True) for means in parts]
+        sizes = np.array([[means.numel()] for means in parts])
+        counts: Integers = np.diff(torch.stack(ends).cpu().numpy(), prepend=0, append=sizes).sum(0)
+        return counts
+
+    def _blocks_of(self, slices: list[slice]) -> Iterator[slice]:
+        """The blocks of the vector in which slices of the sorted parts lie; both ascend."""
+        parts = iter(self._parts)
+        block, part = next(parts)
+        for wanted in slices:
+            while wanted.start >= part.stop:
+                block, part = next(parts)
+            yield block
+
+    def _away(self, part: slice, centre: float | Tensor) -> Tensor:
+        return distance(self._mu[part], self._sigma[part], centre, self._floor)
+
+    def _near(self, centre: float | Tensor, above: float, to: float) -> list[Near]:
+        """As in the base class; a part has the fixed ones too, whose distance is nan: no rule admits it."""
+        window = torch.tensor([above, to], dtype=self._mu.dtype, device=self._mu.device)
+        ends = [torch.searchsorted(self._mu[part], window, right=True) for _, part in self._parts]
+        near = []
+        for (_, part), (low, high) in zip(self._parts, torch.stack(ends).tolist(), strict=True):
+            if low < high:
+                inside = slice(part.start + low, part.start + high)
+                away = self._away(inside, centre).masked_fill_(self._fixed[inside], math.nan)
+                near.append(Near(inside, self._order[inside], away))
+        return near
+
+
 class _Moments:
     """Variance and largest size of values that come in parts (Chan, Golub and LeVeque's update)."""
 
@@ -307,6 +465,8 @@ def taken(near: list[Near], chosen: Cut) -> Iterator[tuple[slice, Tensor]]:
 def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut:
     """Where the ``needed`` smallest distances end; with delta, while their running mean is at most that.
 
+    With delta some may be nan, which come after all others.
+
     >>> cut([torch.tensor([4.0, 1.0]), torch.tensor([1.0, 3.0])], needed=3)
     Cut(last=3.0, ties=1, length=3)
     >>> cut([torch.tensor([4.0, 1.0]), torch.tensor([1.0, 3.0])], needed=4, delta=1.0)
@@ -321,15 +481,33 @@ def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut
     integer, first, last = (torch.int32, 0, _INF_32) if single else (torch.int64, 0, _INF_64)
     below, total = 0, 0.0  # number and sum of the distances left of those in question
     span = 0  # of the last look: where bins decide nothing more, as with a mean of just delta, the sort does
+    even = 0.0  # bins of equal width for the first look at a mean; later ones are of bits
+    if delta is not None and sum(part.numel() for part in parts) > _FEW:
+        count = sum(int((part >= 0).count_nonzero()) for part in parts)
+        total_of_all = math.fsum(float(part.nansum(dtype=torch.float64)) for part in parts)
+        if count <= needed and total_of_all <= delta * (1 - _MARGIN) * count:
+            return Cut(math.inf, 0, count)
+        # Up to 8 deltas: counters that many share are slow on a GPU. A power of two keeps products exact.
+        even = 2.0 ** min(max(_BIN_BITS - math.ceil(math.log2(8 * delta)), -100), 100)
     while last - first != span and sum(part.numel() for part in parts) > _FEW:
-        span = last - first
-        shift = max(span.bit_length() - _BIN_BITS, 0)
         counts = np.zeros(2**_BIN_BITS, np.int64)
-        for part in parts:
-            bins = (part.view(integer) - first) >> shift
-            counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
-        lowest = first + (np.arange(counts.size, dtype=np.int64) << shift)
-        ends = np.minimum(np.stack((lowest, lowest + (1 << shift) - 1)), last)
+        numbers = np.arange(counts.size + 1)
+        if even:
+            for part in parts:
+                bins = (part * even).clamp_max_(counts.size - 1).nan_to_num_(counts.size - 1).to(torch.int32)
+                counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
+            edges = torch.from_numpy(numbers / even).to(parts[0].dtype)
+            edges = torch.stack((edges[:-1], edges[1:].nextafter(edges.new_tensor(-1.0))))
+            edges[1, -1] = math.inf
+            ends, even = edges.view(integer).long().numpy(), 0.0
+        else:
+            span = last - first
+            shift = max(span.bit_length() - _BIN_BITS, 0)
+            for part in parts:
+                bins = (part.view(integer) - first) >> shift
+                counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
+            lowest = first + (numbers[:-1] << shift)
+            ends = np.minimum(np.stack((lowest, lowest + (1 << shift) - 1)), last)
         lows, highs = torch.from_numpy(ends).to(integer).view(parts[0].dtype).double().numpy()
         start, stop = _deciding(counts, lows, highs, below, total, needed, delta)
         first, last = int(ends[0, start]), int(ends[1, stop])
@@ -341,11 +519,13 @@ def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut
         parts = [part[(part >= low) & (part <= high)] for part in parts]
     rest = torch.cat(parts).sort().values[: needed - below]
     length = rest.numel()
+    if length == 0:  # all that are numbers
+        return Cut(math.inf, 0, below)
     if delta is not None:
         sums = rest.double().cumsum(0) + total
-        numbers = torch.arange(below + 1, below + length + 1, device=rest.device)
+        places = torch.arange(below + 1, below + length + 1, device=rest.device)
         # Running means of an ascending list never fall.
-        length = int((sums / numbers <= delta).count_nonzero())
+        length = int((sums / places <= delta).count_nonzero())
     end = float(rest[max(length - 1, 0)])
     return Cut(end, length - int((rest[:length] < end).count_nonzero()), below + length)
 
