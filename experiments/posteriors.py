@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--commit", default=None, help="of the code, if it is not in a git checkout")
     options = parser.parse_args()
+    options.commit = options.commit or git_commit(Path(__file__))
     options.out.mkdir(parents=True, exist_ok=True)
     for path in options.files:
         facts = json.dumps(study(path, options))
@@ -77,7 +78,7 @@ def study(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": options.commit or git_commit(Path(__file__)),
+        "commit": options.commit,
     }
 
 

@@ -362,7 +362,8 @@ def _notes(by_row: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
         f"Before → after a temperature. Top-1 of {images['test']:,} test images, the rest of "
         f"{images['scored']:,}; the others fit the temperature. AUROC: against {names}, "
         f"{images['foreign']:,} images each. Shifted: mean over five strengths of {', '.join(SHIFTS)}, "
-        f"{images['shifted']:,} images each. Up to {seeds} seeds; ± is their standard deviation. "
+        f"{images['shifted']:,} images each. {f'Up to {seeds} seeds' if seeds > 1 else 'One seed'}; "
+        "± is the standard deviation over seeds. "
         f"Measured on: {'; '.join(machines)}, commit {', '.join(commits)}."
     ]
 
