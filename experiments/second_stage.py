@@ -199,7 +199,7 @@ def table(path: Path = RESULTS) -> list[str]:
     rows = []
     for name, step in RUNS:
         own = [line for line in lines if (line["network"], line["step"]) == (name, step)]
-        for variant in VARIANTS if own else ():
+        for variant in [each for each in VARIANTS if each in {line["variant"] for line in own}]:
             cells = [f"{name}, {step}", variant]
             cells += [_cell(own, variant, (part, "kl"), 4, 1) for part in SETS]
             cells += [_cell(own, variant, keys, 2, 100) for keys in (("test", "agreement"), ("accuracy",))]

@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import figures
@@ -15,10 +16,12 @@ import imagenet
 import posteriors
 import pytest
 import results
+import second_stage
 import targets
 import torch
 from archive import Archive
 from targets import Target
+from torch import nn
 
 from pwfn import Config, ConfigError
 from pwfn.evaluate.ensemble import Predictions
@@ -492,3 +495,34 @@ def test_the_table_of_draws(tmp_path: Path) -> None:
     assert cells == ["`a.pwfn`", "12,345", "22", *both, "7"]
     assert "a machine, 1 threads" in lines[-1]
     assert "0123456789" in lines[-1]
+
+
+def test_the_table_of_second_stages(tmp_path: Path) -> None:
+    """Differences are between runs of the same seed: by hand 0.1 and 0.3 here, 0.2 ± 0.1."""
+    path = tmp_path / "second_stage.jsonl"
+    assert second_stage.table(path) == ["Not measured yet."]
+    name, step = second_stage.RUNS[0]
+    lines = []
+    for seed, changes in enumerate(({"quick": 0.0, "distilled": 0.1}, {"quick": 0.0, "distilled": 0.3})):
+        for variant, change in changes.items():
+            parts = {part: {"kl": 0.5 + seed + change, "agreement": 0.9} for part in second_stage.SETS}
+            own = {"network": name, "step": step, "seed": seed, "variant": variant, "accuracy": 0.8}
+            facts = {"device": "a machine", "threads": 1, "torch": "2.13", "commit": "0123456789abcdef"}
+            lines.append(json.dumps({**own, **parts, **facts}))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in second_stage.table(path)[2:4]]
+    assert rows[0] == [f"{name}, {step}", "quick", "1.0000", "1.0000", "1.0000", "90.00", "80.00"]
+    change = "+0.2000 ± 0.1000"
+    assert rows[1][1:] == ["distilled", change, change, change, "+0.00 ± 0.00", "+0.00 ± 0.00"]
+
+
+def test_a_regression_on_its_own_channels_leaves_batchnorm_alone() -> None:
+    """The copy is the original: slope 1, shift 0."""
+    layer = nn.BatchNorm2d(3).eval()
+    layer.running_mean.copy_(torch.tensor([0.1, 0.2, 0.3]))
+    inputs = SimpleNamespace(inputs=torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)))
+    lane: Any = SimpleNamespace(found=inputs, _original=SimpleNamespace(found=inputs))
+    work: Any = SimpleNamespace(_networks=(None, nn.Sequential(layer)))
+    second_stage.regress(work, "0", [lane])
+    torch.testing.assert_close(layer.running_mean, torch.tensor([0.1, 0.2, 0.3]))
+    torch.testing.assert_close(layer.running_var, torch.ones(3))

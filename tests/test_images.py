@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pwfn.config import Config
-from pwfn.errors import DataError
+from pwfn.errors import ConfigError, DataError
 from pwfn.lab.uncertainty.file import evaluated
 from pwfn.report.page import page
 from pwfn.report.reading import read_run
@@ -266,3 +266,29 @@ def test_labelled_images_give_accuracy(place: Path) -> None:
     assert not result.after.agreement
     record = json.loads((place / "other" / "record.json").read_text())
     assert record["asked"]["eval_data"] == f"imagefolder:{place}/labelled"
+
+
+def test_a_network_without_classes_is_measured_by_its_squared_error(place: Path) -> None:
+    """One output has one class: all networks would agree, and a target would be met by zeros."""
+    code = place / "regression.py"
+    code.write_text(
+        "from torch import nn\n"
+        "def made():\n"
+        "    pooled = nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), *pooled)\n"
+    )
+    name, spec = f"python:{code}:made", f"images:{place}/bare"
+    options = RunOptions(*(name, spec, place / "regression", "random"), device="cpu", batch_size=8, workers=0)
+    result = run(options, Config.preset("quick"))
+    assert result.after is not None
+    assert result.after.metric is None
+    assert not result.after.agreement
+    how = replace(options, out=Path(), weights="")
+    facts, lines = evaluated(place / "regression" / "model.pwfn", how, TrustOptions(original="random"))
+    assert facts["after"]["loss"] == pytest.approx(result.after.loss)
+    assert "agreement" not in "\n".join(lines)
+    with pytest.raises(ConfigError, match=r"target\.max_drop is 2, but no accuracy is measured"):
+        run(
+            replace(options, out=place / "target"),
+            Config.preset("quick").override({"target.max_drop": 2.0}),
+        )

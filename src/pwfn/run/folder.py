@@ -90,7 +90,7 @@ def run(
             found.data.train,
             found.data.test,
             config,
-            distill=not found.labelled,
+            distill=found.distill,
             on_round=journal.round,
             on_step=journal.step,
             resume=progress,

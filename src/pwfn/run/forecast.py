@@ -98,7 +98,7 @@ def forecast(
         found = resolve(options, config, distributed)
         run = Run(
             *(found.model, found.data.train, found.data.test, config, distributed),
-            *(F.cross_entropy, None, not found.labelled),
+            *(F.cross_entropy, None, found.distill),
         )
         say("dry run: starting values, from a few batches")
         run.start_network(run.net)

@@ -11,7 +11,7 @@ from torch import nn
 
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed
-from pwfn.bayes.objective import logits
+from pwfn.bayes.objective import LossFn, comparison, evaluating, logits
 from pwfn.bayes.randomness import seeded
 from pwfn.config import Config
 from pwfn.errors import DataError, FileError
@@ -29,8 +29,8 @@ class Resolved:
     model: nn.Module
     preparation: DataConfig  # of images
     data: Data
-    labelled: bool  # whether there are labels to train with; without, it learns from the original's outputs
-    measure: str  # "accuracy", or "agreement" with the original where the test data have no labels
+    distill: bool | LossFn  # without labels to train with it learns from the original's outputs: how
+    measure: str  # "accuracy"; without labels "agreement" with the original, "" where it gives no classes
     classes: int | None  # if the network does not have its usual number of outputs
     identity: dict[str, Any]  # what a run must have in common with the one that it resumes
 
@@ -64,14 +64,15 @@ def resolve(options: RunOptions, config: Config, distributed: Distributed) -> Re
         content = data.fingerprint("two", (source.fingerprint, other.fingerprint))
         name = f"{source.name}, scored on {other.name}"
         source = replace(source, name=name, test=other.test, test_size=other.test_size, fingerprint=content)
-    measure = "accuracy" if tested else "agreement"
+    distill = False if labelled else compared_by(model, source, distributed.device)
+    measure = "accuracy" if tested else "agreement" if distill is True else ""
     identity = {
         "model": {"name": options.model, "weights": digest},
         "data": {"content": source.fingerprint, "batch_size": options.batch_size},
         "processes": distributed.world,
         "settings": config.to_dict(),
     }
-    return Resolved(model, preparation, source, labelled, measure, classes, identity)
+    return Resolved(model, preparation, source, distill, measure, classes, identity)
 
 
 def _digest(model: nn.Module) -> str:
@@ -134,3 +135,11 @@ def check_classes(model: nn.Module, source: Data, device: torch.device, advice: 
         break
     model.train(was_training)
     return labelled
+
+
+def compared_by(model: nn.Module, source: Data, device: torch.device) -> bool | LossFn:
+    """How two networks are compared on unlabelled data: by classes (True), or by a loss of their outputs."""
+    with evaluating(model):
+        for batch in Source("test data", source.test, device).batches():
+            return comparison(replace(batch.first(1), target=None), model)
+    return True

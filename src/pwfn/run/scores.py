@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.objective import Objective, divergence
+from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.predictive import fit_posterior
+from pwfn.bayes.randomness import seeded
 from pwfn.config import Precision
 from pwfn.errors import DataError, FileError
 from pwfn.evaluate import calibration
@@ -24,7 +25,7 @@ from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.run.options import RunOptions
-from pwfn.run.resolve import check_classes, data_options, network_of, preparation_of
+from pwfn.run.resolve import check_classes, compared_by, data_options, network_of, preparation_of
 from pwfn.zoo import models
 from pwfn.zoo.data import Data, DataOptions, open_source
 
@@ -61,8 +62,12 @@ class OpenFile:
     distributed: Distributed
 
     def scores(self, model: str = "", original: str | None = None) -> Scores:
-        """On the test data, in float32: cross entropy and accuracy; without labels KL and agreement."""
+        """On the test data, in float32: cross entropy and accuracy; without labels KL and agreement.
+
+        Where the outputs are no class scores, their squared error.
+        """
         objective = Objective(F.cross_entropy)
+        metric: LossFn | None = accuracy
         if not self.labelled:
             if original is None:
                 raise DataError(
@@ -70,20 +75,25 @@ class OpenFile:
                     "give its weights with --weights FILE, or --weights pretrained"
                 )
             network = original_of(self.compressed, model, original)
-            objective = Objective(divergence, network.to(self.distributed.device).eval())
+            network = network.to(self.distributed.device).eval()
+            compare = compared_by(network, self.data, self.distributed.device)
+            objective = Objective(divergence if compare is True else compare or F.mse_loss, network)
+            metric = accuracy if compare is True else None
         tests = Source("test data", self.data.test, self.distributed.device)
         return mean_scores(
-            self.network, tests, objective, accuracy, Precision.FP32, distributed=self.distributed
+            self.network, tests, objective, metric, Precision.FP32, distributed=self.distributed
         )
 
 
 def original_of(compressed: Compressed, name: str, weights: str) -> nn.Module:
-    """The network of a file with its weights before compression: a file, or "pretrained"."""
+    """The network of a file with its weights before compression: a file, "pretrained" or "random"."""
     if weights == "pretrained":
         classes = models.recorded_classes(compressed.record)
         return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
-    network = network_of(compressed, name)
-    models.load_weights(network, weights)
+    with seeded(0, torch.device("cpu")):  # as in a run
+        network = network_of(compressed, name)
+    if weights != "random":
+        models.load_weights(network, weights)
     return network
 
 
