@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -286,11 +287,12 @@ class SortedWeights(FreeWeights):
             at = torch.nonzero(~fixed[block]).squeeze(1)
             part = slice(start, start + at.numel())
             if at.numel() == block.stop - block.start:
-                means[part], at = mu[block].sort()
+                torch.sort(mu[block], out=(means[part], at))
             else:
                 means[part], place = mu[block][at].sort()
                 at = at[place]
-            self._order[part], spreads[part] = at, sigma[block][at]
+            self._order[part] = at
+            torch.index_select(sigma[block], 0, at, out=spreads[part])
             self._parts.append((block, part))
             start = part.stop
         super().__init__(means, spreads, torch.zeros_like(means, dtype=torch.bool), **settings)
@@ -312,7 +314,8 @@ class SortedWeights(FreeWeights):
             if at.numel() == 0:
                 continue
             moved = self._mu[part][at]
-            self._votes -= self._votes_of([moved])  # it is sorted too
+            ends = torch.searchsorted(moved, self._edges_here, right=True)  # it is sorted too
+            self._votes -= np.diff(ends.cpu().numpy(), prepend=0, append=moved.numel())
             moments.add(moved)
             self._fixed[part] |= take
             moving.append((part, order[at]))
@@ -358,8 +361,6 @@ class SortedWeights(FreeWeights):
 
     def _keep_free(self) -> None:
         """Drop what is fixed; what remains is still sorted."""
-        if self._size == self._mu.numel():
-            return
         held = self._mu, self._sigma, self._order
         made = tuple(tensor.new_empty(self._size) for tensor in held)
         parts, start = [], 0
@@ -388,15 +389,16 @@ class SortedWeights(FreeWeights):
         return max(self._floor, float(self._sigma.amax())) if self._sigma.numel() else self._floor
 
     def _count(self) -> Integers:
-        self._keep_free()
-        return self._votes_of([self._mu[part] for _, part in self._parts])
-
-    def _votes_of(self, parts: list[Tensor]) -> Integers:
-        """How many of sorted means are nearest to each candidate."""
-        ends = [torch.searchsorted(means, self._edges_here, right=True) for means in parts]
-        sizes = np.array([[means.numel()] for means in parts])
-        counts: Integers = np.diff(torch.stack(ends).cpu().numpy(), prepend=0, append=sizes).sum(0)
-        return counts
+        votes = np.zeros(self._grid.numel(), np.int64)
+        for _, part in self._parts:
+            free = (~self._fixed[part]).cumsum(0, dtype=torch.int32)  # up to each place
+            if free.numel() == 0:
+                continue
+            ends = F.pad(torch.searchsorted(self._mu[part], self._edges_here, right=True), (0, 1))
+            ends[-1] = free.numel()
+            before = torch.where(ends > 0, free[(ends - 1).clamp_min_(0)], 0)
+            votes += np.diff(before.cpu().numpy(), prepend=0)
+        return votes
 
     def _blocks_of(self, slices: list[slice]) -> Iterator[slice]:
         """The blocks of the vector in which slices of the sorted parts lie; both ascend."""
@@ -431,9 +433,11 @@ class _Moments:
         self._count, self._mean, self._variance = 0, 0.0, 0.0
 
     def add(self, values: Tensor) -> None:
-        values = values.double()
-        facts = (*torch.var_mean(values, correction=0), *torch.aminmax(values))
-        variance, mean, low, high = torch.stack(facts).tolist()  # all at once: each copy waits for the device
+        ends = torch.stack(torch.aminmax(values)).double()
+        facts = torch.stack(torch.var_mean(values.double(), correction=0))
+        variance, mean, low, high = torch.cat(
+            (facts, ends)
+        ).tolist()  # all at once: each copy waits for the device
         self.farthest = max(self.farthest, -low, high)
         share = values.numel() / (self._count + values.numel())  # of the new ones
         apart = mean - self._mean
