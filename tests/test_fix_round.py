@@ -746,11 +746,12 @@ def test_the_smallest_distances_are_cut_where_a_sort_would(values, needed, piece
     delta=st.sampled_from((0.125, 1.0, 3.0, 100.0)),
     few=st.sampled_from((0, 1, 7)),
     bin_bits=st.integers(1, 12),
+    even=st.booleans(),
 )
 @hypothesis_settings(deadline=None, max_examples=300, derandomize=True)
-def test_a_prefix_with_a_mean_is_cut_where_a_sort_would(values, needed, delta, few, bin_bits):
+def test_a_prefix_with_a_mean_is_cut_where_a_sort_would(values, needed, delta, few, bin_bits, even):
     with machinery(few=few, bin_bits=bin_bits):
-        found = select.cut([torch.tensor(values)], needed, delta)
+        found = select.cut([torch.tensor(values)], needed, delta, even=even)
     ascending = sorted(values)[:needed]
     while sum(ascending) > delta * len(ascending):
         ascending.pop()

@@ -70,6 +70,8 @@ def grid_exponent(sigma: Tensor) -> int:
 class FreeWeights:
     """The free weights of a vector. Fixing them writes into the tensors given; end with :meth:`finish`."""
 
+    _even_bins = False  # see cut()
+
     def __init__(
         self,
         mu: Tensor,
@@ -111,7 +113,7 @@ class FreeWeights:
         """The weights within reach of a centre, and how many of them the rule fixes there."""
         if self._rule is Rule.NEAREST:
             near = self._near(centre, *interval)
-            return near, cut([part.distance for part in near], needed, delta)
+            return near, cut([part.distance for part in near], needed, delta, even=self._even_bins)
         reach = delta
         while True:
             above, to, whole = self._window(centre, reach)
@@ -124,7 +126,7 @@ class FreeWeights:
                 return near, Cut(reach, 0, 0)
             # Everyone within delta is admitted, so the end of the prefix shows only when those suffice.
             if whole or within >= needed or reach > delta:
-                found = cut(distances, needed, delta)
+                found = cut(distances, needed, delta, even=self._even_bins)
                 if whole or found.length < within or found.length == needed <= within:
                     return near, found
             # No weight outside of the window is closer than reach, but the prefix may go beyond that.
@@ -274,6 +276,8 @@ class SortedWeights(FreeWeights):
     The means, sigmas and mask of the base class are copies of the free weights alone, in that order, and
     ``_order`` has their positions in the block of the vector. What is fixed is written to the vector at once.
     """
+
+    _even_bins = True
 
     def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, **settings: Any) -> None:
         self._vector = mu, sigma, fixed
@@ -435,9 +439,8 @@ class _Moments:
     def add(self, values: Tensor) -> None:
         ends = torch.stack(torch.aminmax(values)).double()
         facts = torch.stack(torch.var_mean(values.double(), correction=0))
-        variance, mean, low, high = torch.cat(
-            (facts, ends)
-        ).tolist()  # all at once: each copy waits for the device
+        # All at once: each copy waits for the device.
+        variance, mean, low, high = torch.cat((facts, ends)).tolist()
         self.farthest = max(self.farthest, -low, high)
         share = values.numel() / (self._count + values.numel())  # of the new ones
         apart = mean - self._mean
@@ -466,10 +469,11 @@ def taken(near: list[Near], chosen: Cut) -> Iterator[tuple[slice, Tensor]]:
             yield block, at
 
 
-def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut:
+def cut(distances: list[Tensor], needed: int, delta: float | None = None, *, even: bool = False) -> Cut:
     """Where the ``needed`` smallest distances end; with delta, while their running mean is at most that.
 
-    With delta some may be nan, which come after all others.
+    With delta some may be nan, which come after all others. ``even`` is for a GPU, where a counter that many
+    share is slow: it first tries to take all, then counts in bins of equal width, which spread the distances.
 
     >>> cut([torch.tensor([4.0, 1.0]), torch.tensor([1.0, 3.0])], needed=3)
     Cut(last=3.0, ties=1, length=3)
@@ -485,25 +489,25 @@ def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut
     integer, first, last = (torch.int32, 0, _INF_32) if single else (torch.int64, 0, _INF_64)
     below, total = 0, 0.0  # number and sum of the distances left of those in question
     span = 0  # of the last look: where bins decide nothing more, as with a mean of just delta, the sort does
-    even = 0.0  # bins of equal width for the first look at a mean; later ones are of bits
-    if delta is not None and sum(part.numel() for part in parts) > _FEW:
+    scale = 0.0  # of the bins of equal width
+    if even and delta is not None and sum(part.numel() for part in parts) > _FEW:
         count = sum(int((part >= 0).count_nonzero()) for part in parts)
         total_of_all = math.fsum(float(part.nansum(dtype=torch.float64)) for part in parts)
         if count <= needed and total_of_all <= delta * (1 - _MARGIN) * count:
             return Cut(math.inf, 0, count)
-        # Up to 8 deltas: counters that many share are slow on a GPU. A power of two keeps products exact.
-        even = 2.0 ** min(max(_BIN_BITS - math.ceil(math.log2(8 * delta)), -100), 100)
+        # Up to 8 deltas. A power of two keeps the products exact.
+        scale = 2.0 ** min(max(_BIN_BITS - math.ceil(math.log2(8 * delta)), -100), 100)
     while last - first != span and sum(part.numel() for part in parts) > _FEW:
         counts = np.zeros(2**_BIN_BITS, np.int64)
         numbers = np.arange(counts.size + 1)
-        if even:
+        if scale:  # in the first look
             for part in parts:
-                bins = (part * even).clamp_max_(counts.size - 1).nan_to_num_(counts.size - 1).to(torch.int32)
+                bins = (part * scale).clamp_max_(counts.size - 1).nan_to_num_(counts.size - 1).to(torch.int32)
                 counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
-            edges = torch.from_numpy(numbers / even).to(parts[0].dtype)
+            edges = torch.from_numpy(numbers / scale).to(parts[0].dtype)
             edges = torch.stack((edges[:-1], edges[1:].nextafter(edges.new_tensor(-1.0))))
             edges[1, -1] = math.inf
-            ends, even = edges.view(integer).long().numpy(), 0.0
+            ends, scale = edges.view(integer).long().numpy(), 0.0
         else:
             span = last - first
             shift = max(span.bit_length() - _BIN_BITS, 0)
