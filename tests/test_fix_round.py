@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from pwfn import PAPER_FRACTIONS, PwfnError, fix_round
 from pwfn.config import Rule
-from pwfn.fixing import select
+from pwfn.fixing import distance, select
 from pwfn.fixing.fix_round import FixResult, target_count
 from pwfn.fixing.record import relative_moves
 
@@ -572,7 +572,10 @@ def test_relative_moves_of_a_round_account_for_every_weight():
 @contextmanager
 def machinery(block=7, worth=1, few=0, bin_bits=3):
     """Make a short vector go the way of a long one."""
-    with patch.multiple(select, _BLOCK=block, _WORTH=worth, _FEW=few, _BIN_BITS=bin_bits):
+    with (
+        patch.multiple(select, _BLOCK=block, _WORTH=worth),
+        patch.multiple(distance, _FEW=few, _BIN_BITS=bin_bits),
+    ):
         yield
 
 
@@ -732,7 +735,7 @@ def test_votes_are_counted_anew_when_the_largest_weight_is_gone():
 def test_the_smallest_distances_are_cut_where_a_sort_would(values, needed, pieces, few, bin_bits, dtype):
     parts = list(torch.tensor(values, dtype=dtype).tensor_split(pieces))
     with machinery(few=few, bin_bits=bin_bits):
-        found = select.cut(parts, needed)
+        found = distance.cut(parts, needed)
     ascending = sorted(values)[:needed]
     assert found.length == len(ascending)
     if ascending:
@@ -746,11 +749,12 @@ def test_the_smallest_distances_are_cut_where_a_sort_would(values, needed, piece
     delta=st.sampled_from((0.125, 1.0, 3.0, 100.0)),
     few=st.sampled_from((0, 1, 7)),
     bin_bits=st.integers(1, 12),
+    even=st.booleans(),
 )
 @hypothesis_settings(deadline=None, max_examples=300, derandomize=True)
-def test_a_prefix_with_a_mean_is_cut_where_a_sort_would(values, needed, delta, few, bin_bits):
+def test_a_prefix_with_a_mean_is_cut_where_a_sort_would(values, needed, delta, few, bin_bits, even):
     with machinery(few=few, bin_bits=bin_bits):
-        found = select.cut([torch.tensor(values)], needed, delta)
+        found = distance.cut([torch.tensor(values)], needed, delta, even=even)
     ascending = sorted(values)[:needed]
     while sum(ascending) > delta * len(ascending):
         ascending.pop()
