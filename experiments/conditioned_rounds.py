@@ -3,7 +3,7 @@
     pwfn compress --method python:experiments/conditioned_rounds.py:ConditionedRounds …
 
 The weights that are fixed in a round leave an error in every layer. Here the free weights take it up in
-closed form, before training goes on. experiments/ablations/conditioned_rounds.toml compares it with PWFN.
+closed form, before training goes on. experiments/ablations/conditioned_rounds*.toml compare it with PWFN.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "conditioned": (
         "Conditioning",
         "The preset quick: 1,024 training images without their labels, no training. The step is a fraction "
-        "of the root mean square of all weights; `quick` without a step finds its own. The last table is "
+        "of the root mean square of all weights; `quick` without a step finds its own. The last tables are "
         "about PWFN, trained with all images and labels.",
         (
             "conditioned_resnet20",
@@ -61,6 +61,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "conditioned_vgg16",
             "conditioned_vit",
             "conditioned_rounds",
+            "conditioned_rounds_resnet56",
+            "conditioned_rounds_resnet18",
         ),
     ),
     "small": (
@@ -68,7 +70,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "The preset small, which trains for the size of its file: 30 epochs for VGG-16, 20 for ResNet-20, 12 "
         "for the others. Commit a5fa1f7 counted too few bytes for what is not compressed, so that VGG-16's "
         "files are above their targets; later commits count it right.",
-        ("small_vgg16", "small_resnet18", "small_resnet20", "small_resnet56"),
+        ("small_vgg16", "small_resnet18", "small_resnet20", "small_resnet56", "rate_variants_resnet20"),
     ),
     "sigma": (
         "Where sigma comes from",

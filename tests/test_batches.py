@@ -223,26 +223,3 @@ def test_the_first_examples_of_a_batch_in_any_form() -> None:
     assert batch.kwargs["b"][1].shape == (5,)  # not one for each example
     assert batch.kwargs["c"] == 7
     assert torch.equal(batch.target, y[:2])
-
-
-def test_a_patched_image_has_one_rectangle_of_its_neighbour() -> None:
-    torch.manual_seed(0)
-    images = torch.arange(400.0).view(400, 1, 1, 1).expand(-1, 2, 9, 12)  # image i has the value i
-    target = torch.arange(400)
-    made = Batch((images, target), {"size": 3}, None).patched(0.75)
-    assert made.args[1] is target
-    assert made.kwargs == {"size": 3}
-    inside = made.args[0] != images
-    assert torch.equal(made.args[0], torch.where(inside, images.roll(1, 0), images))
-    assert torch.equal(inside[:, 0], inside[:, 1])
-    for hole in inside[:, 0]:
-        assert int(hole.sum()) == int(hole.any(1).sum()) * int(hole.any(0).sum())  # all of a rectangle
-    share = inside[:, 0].float().mean((1, 2))
-    assert 0.65 < float((share > 0).float().mean()) < 0.8
-    assert float(share[share > 0].mean()) == pytest.approx(0.5, abs=0.06)
-    assert inside[:, 0].any(0).all()  # any place
-
-
-def test_tokens_are_not_patched() -> None:
-    tokens = torch.arange(12).view(3, 4)
-    assert torch.equal(Batch((tokens,), {}, None).patched(1.0).args[0], tokens)

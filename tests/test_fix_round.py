@@ -2,7 +2,6 @@ import math
 import random
 from contextlib import contextmanager
 from fractions import Fraction
-from importlib import import_module
 from itertools import product
 from unittest.mock import patch
 
@@ -18,20 +17,11 @@ from torch.utils._pytree import tree_iter
 
 from pwfn import PAPER_FRACTIONS, PwfnError, fix_round
 from pwfn.config import Rule
-from pwfn.fixing import distance, select
+from pwfn.fixing import select
 from pwfn.fixing.fix_round import FixResult, target_count
 from pwfn.fixing.record import relative_moves
 
 RULES = ("mean", "each", "nearest")
-
-
-@pytest.fixture(scope="module", autouse=True, params=[select.FreeWeights, select.SortedWeights])
-def kind(request):
-    """Every test here holds for both ways to keep the free weights: a CPU's, and that of a GPU."""
-    with patch.object(import_module("pwfn.fixing.fix_round"), "FreeWeights", request.param):
-        yield request.param
-
-
 SWEEPS = (None, 2.0, 16.0)
 DEFAULTS = {
     "rule": "mean",
@@ -572,10 +562,7 @@ def test_relative_moves_of_a_round_account_for_every_weight():
 @contextmanager
 def machinery(block=7, worth=1, few=0, bin_bits=3):
     """Make a short vector go the way of a long one."""
-    with (
-        patch.multiple(select, _BLOCK=block, _WORTH=worth),
-        patch.multiple(distance, _FEW=few, _BIN_BITS=bin_bits),
-    ):
+    with patch.multiple(select, _BLOCK=block, _WORTH=worth, _FEW=few, _BIN_BITS=bin_bits):
         yield
 
 
@@ -735,7 +722,7 @@ def test_votes_are_counted_anew_when_the_largest_weight_is_gone():
 def test_the_smallest_distances_are_cut_where_a_sort_would(values, needed, pieces, few, bin_bits, dtype):
     parts = list(torch.tensor(values, dtype=dtype).tensor_split(pieces))
     with machinery(few=few, bin_bits=bin_bits):
-        found = distance.cut(parts, needed)
+        found = select.cut(parts, needed)
     ascending = sorted(values)[:needed]
     assert found.length == len(ascending)
     if ascending:
@@ -749,12 +736,11 @@ def test_the_smallest_distances_are_cut_where_a_sort_would(values, needed, piece
     delta=st.sampled_from((0.125, 1.0, 3.0, 100.0)),
     few=st.sampled_from((0, 1, 7)),
     bin_bits=st.integers(1, 12),
-    even=st.booleans(),
 )
 @hypothesis_settings(deadline=None, max_examples=300, derandomize=True)
-def test_a_prefix_with_a_mean_is_cut_where_a_sort_would(values, needed, delta, few, bin_bits, even):
+def test_a_prefix_with_a_mean_is_cut_where_a_sort_would(values, needed, delta, few, bin_bits):
     with machinery(few=few, bin_bits=bin_bits):
-        found = distance.cut([torch.tensor(values)], needed, delta, even=even)
+        found = select.cut([torch.tensor(values)], needed, delta)
     ascending = sorted(values)[:needed]
     while sum(ascending) > delta * len(ascending):
         ascending.pop()

@@ -156,8 +156,7 @@ class Run:
         check_target(config.target, self.val is not None and self.metric is not None)
         # The argument replaces the task; the setting only changes how it is trained.
         self.scored = Objective(compare, self.original) if compare else Objective(loss_fn)
-        patched = config.training.cutmix
-        taught = Objective(divergence if classifies else relative_square, self.original, patched)
+        taught = Objective(divergence if classifies else relative_square, self.original)
         self.objective = taught if compare is None and config.training.distill else self.scored
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0

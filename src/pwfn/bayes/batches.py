@@ -104,35 +104,6 @@ class Batch:
             return self
         return replace(self._mapped(lambda x: share * x + (1 - share) * x.roll(1, 0)), target=None)
 
-    def patched(self, share: float) -> Batch:
-        """A share of the images with a rectangle from their neighbour, each at a place of its own (CutMix).
-
-        A rectangle's share of the image is uniform. Inputs other than images stay as they are. Random
-        numbers come from the device, so that a recorded step draws new ones.
-
-        >>> Batch((torch.zeros(2, 3, 8, 8),), {}, None).patched(1.0).args[0].shape
-        torch.Size([2, 3, 8, 8])
-        """
-
-        def patch(images: Tensor) -> Tensor:
-            if images.dim() != 4 or not images.is_floating_point():
-                return images
-            count, _, height, width = images.shape
-            drawn = torch.rand(4, count, 1, device=images.device)
-            cut = drawn[0].sqrt() * (drawn[1] < share)
-
-            def inside(side: int, place: Tensor) -> Tensor:
-                along = torch.arange(side, device=images.device)
-                start = place * (1 - cut) * side
-                return (along >= start.round()) & (along < (start + cut * side).round())
-
-            rows, columns = inside(height, drawn[2]), inside(width, drawn[3])
-            hole = rows[:, None, :, None] & columns[:, None, None, :]
-            return torch.where(hole, images.roll(1, 0), images)
-
-        args, kwargs = _map(patch, (self.args, self.kwargs))
-        return replace(self, args=args, kwargs=kwargs)
-
     def cloned(self) -> Batch:
         """A copy with its own tensors."""
         return self._mapped(Tensor.clone)

@@ -27,11 +27,9 @@ class Objective:
 
     loss_fn: LossFn
     teacher: nn.Module | None = None
-    patched: float = 0.0  # share of the images with a part of another one; only with a teacher
 
     def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
         """The loss of a batch."""
-        batch = batch.patched(self.patched) if self.patched else batch
         return self.of_output(batch.through(net, where), batch, where)
 
     def of_output(self, output: Any, batch: Batch, where: str) -> Tensor:

@@ -272,7 +272,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "training.scheduler": "none",
         "training.clip_norm": 1.0,
         "training.distill": False,
-        "training.cutmix": 0.0,
         "schedule.fractions": PAPER_FRACTIONS,
         "schedule.epochs_per_round": 3.0,
         "finish.reestimate_epochs": 0.0,

@@ -142,9 +142,6 @@ class TrainingConfig(Section):
         Switch(),
         "train by the divergence from the original network's softmax output; scores use the labels",
     )
-    cutmix: float = setting(
-        0.0, Number(0, 1), "with distill: share of the images with a rectangle from another image"
-    )
     steps_per_epoch: int | None = setting(
         None, Number(1, whole=True, optional=True), 'batches per epoch; "off": the length of the loader'
     )

@@ -73,16 +73,3 @@ def order(value: float) -> int:
     """
     numerator = abs(float(value).as_integer_ratio()[0])
     return (numerator ^ (3 * numerator)).bit_count()
-
-
-def grid_exponent(sigma: Tensor) -> int:
-    """The b, from 0 to 30, for which ``2^-b`` is between one and two times the (lower) median sigma.
-
-    Where candidates lie much closer to each other than sigma, popularity says little: the first centre
-    would be any of the candidates near zero, instead of zero itself.
-
-    >>> grid_exponent(torch.tensor([0.01, 0.04, 9.0]))
-    4
-    """
-    middle = float(sigma.median()) if sigma.numel() else 1.0
-    return min(max(math.floor(-math.log2(max(middle, 2.0**-30))), 0), 30)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pwfn.config import Choice, Number, Rule
 from pwfn.errors import ConfigError, WeightError
 from pwfn.fixing.record import FixStep
-from pwfn.fixing.select import FreeWeights, SortedWeights
+from pwfn.fixing.select import FreeWeights
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ def fix_round(
     if needed <= 0:
         return FixResult(mu, sigma, fixed, steps)
 
-    kind = SortedWeights if mu.is_cuda else FreeWeights
-    free = kind(mu, sigma, fixed, rule=rule, b=b, omega_max=omega_max, distance_floor=distance_floor)
+    free = FreeWeights(mu, sigma, fixed, rule=rule, b=b, omega_max=omega_max, distance_floor=distance_floor)
     omega = 1
     while needed > 0:
         centre, interval = free.most_popular(omega)

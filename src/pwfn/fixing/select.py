@@ -1,42 +1,71 @@
 """The weights still free in a round: counted by candidate, taken nearest first.
 
-How many are nearest to each candidate is counted once and kept up to date while the candidates stay the
-same. A centre looks only at the weights within its reach, since ``D = |mu - c| / sigma`` is at least
-``|mu - c|`` over the largest sigma. The last distance admitted is found by counting distances in ever finer
-bins; only the few in the bin that decides are sorted.
+Nothing here sorts the weights. How many are nearest to each candidate is counted once and kept up to
+date while the candidates stay the same. A centre looks only at the weights within its reach, since
+``D = |mu - c| / sigma`` is at least ``|mu - c|`` over the largest sigma. The last distance admitted is
+found by counting distances in ever finer bins; only the few in the bin that decides are sorted.
 
-:class:`FreeWeights` sorts no weights: they stay in the order of the vector, in blocks, so the working memory
-does not grow with temporaries of the whole length. Every choice of a centre looks at all of them.
-:class:`SortedWeights` first sorts each block by its means. A choice then looks at one slice of each block,
-which is faster where sorting is fast, on a GPU, and takes more memory.
+The weights stay in the order of the vector, in blocks, so the working memory does not grow with
+temporaries of the whole length.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pwfn.config import Rule
-from pwfn.fixing.candidates import candidates, grid_exponent
-from pwfn.fixing.distance import Cut, Near, cut, distance, farthest, taken
+from pwfn.fixing.candidates import candidates
+from pwfn.fixing.distance import distance, farthest
 
 _BLOCK = 2**25  # weights looked at together; positions within a block fit int32
+_FEW = 2**16  # so few distances are sorted at once
+_BIN_BITS = 12  # 4096 counters fit the shared memory of a GPU's multiprocessor
 _WORTH = 2**16  # a shorter vector is not worth compacting
+_INF_32, _INF_64 = 0x7F800000, 0x7FF0000000000000  # bits of infinity
+_MARGIN = 1e-9  # far above the rounding of a float64 sum: a mean so close to delta is left to the sort
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Near(NamedTuple):
+    """Free weights of one block, in the order of the vector, and their distances to a centre."""
+
+    block: slice
+    at: Tensor  # int32, within the block
+    distance: Tensor
+
+
+class Cut(NamedTuple):
+    """The ``length`` smallest distances: all below ``last`` and the first ``ties`` of those equal to it."""
+
+    last: float
+    ties: int
+    length: int
+
+
+def grid_exponent(sigma: Tensor) -> int:
+    """The b, from 0 to 30, for which ``2^-b`` is between one and two times the (lower) median sigma.
+
+    Where candidates lie much closer to each other than sigma, popularity says little: the first centre
+    would be any of the candidates near zero, instead of zero itself.
+
+    >>> grid_exponent(torch.tensor([0.01, 0.04, 9.0]))
+    4
+    """
+    middle = float(sigma.median()) if sigma.numel() else 1.0
+    return min(max(math.floor(-math.log2(max(middle, 2.0**-30))), 0), 30)
 
 
 class FreeWeights:
     """The free weights of a vector. Fixing them writes into the tensors given; end with :meth:`finish`."""
-
-    _even_bins = False  # see cut()
 
     def __init__(
         self,
@@ -79,7 +108,7 @@ class FreeWeights:
         """The weights within reach of a centre, and how many of them the rule fixes there."""
         if self._rule is Rule.NEAREST:
             near = self._near(centre, *interval)
-            return near, cut([part.distance for part in near], needed, delta, even=self._even_bins)
+            return near, cut([part.distance for part in near], needed, delta)
         reach = delta
         while True:
             above, to, whole = self._window(centre, reach)
@@ -92,7 +121,7 @@ class FreeWeights:
                 return near, Cut(reach, 0, 0)
             # Everyone within delta is admitted, so the end of the prefix shows only when those suffice.
             if whole or within >= needed or reach > delta:
-                found = cut(distances, needed, delta, even=self._even_bins)
+                found = cut(distances, needed, delta)
                 if whole or found.length < within or found.length == needed <= within:
                     return near, found
             # No weight outside of the window is closer than reach, but the prefix may go beyond that.
@@ -244,10 +273,9 @@ class _Moments:
         self._count, self._mean, self._variance = 0, 0.0, 0.0
 
     def add(self, values: Tensor) -> None:
-        ends = torch.stack(torch.aminmax(values)).double()
-        facts = torch.stack(torch.var_mean(values.double(), correction=0))
-        # All at once: each copy waits for the device.
-        variance, mean, low, high = torch.cat((facts, ends)).tolist()
+        values = values.double()
+        facts = (*torch.var_mean(values, correction=0), *torch.aminmax(values))
+        variance, mean, low, high = torch.stack(facts).tolist()  # all at once: each copy waits for the device
         self.farthest = max(self.farthest, -low, high)
         share = values.numel() / (self._count + values.numel())  # of the new ones
         apart = mean - self._mean
@@ -260,160 +288,91 @@ class _Moments:
         return math.sqrt(self._variance)
 
 
-class SortedWeights(FreeWeights):
-    """The same weights with the means of each block sorted: those within a window are a slice.
-
-    The means, sigmas and mask of the base class are copies of the free weights alone, in that order, and
-    ``_order`` has their positions in the block of the vector. What is fixed is written to the vector at once.
-    """
-
-    _even_bins = True
-
-    def __init__(self, mu: Tensor, sigma: Tensor, fixed: Tensor, **settings: Any) -> None:
-        self._vector = mu, sigma, fixed
-        free = mu.numel() - int(fixed.count_nonzero())
-        means, spreads = mu.new_empty(free), mu.new_empty(free)
-        self._order = torch.empty(free, dtype=torch.int32, device=mu.device)
-        self._parts: list[tuple[slice, slice]] = []  # of the vector, and of what is sorted here
-        start = 0
-        for first in range(0, mu.numel(), _BLOCK):
-            block = slice(first, min(first + _BLOCK, mu.numel()))
-            at = torch.nonzero(~fixed[block]).squeeze(1)
-            part = slice(start, start + at.numel())
-            if at.numel() == block.stop - block.start:
-                torch.sort(mu[block], out=(means[part], at))
-            else:
-                means[part], place = mu[block][at].sort()
-                at = at[place]
-            self._order[part] = at
-            torch.index_select(sigma[block], 0, at, out=spreads[part])
-            self._parts.append((block, part))
-            start = part.stop
-        super().__init__(means, spreads, torch.zeros_like(means, dtype=torch.bool), **settings)
-
-    def fix(self, near: list[Near], chosen: Cut, centre: float) -> None:
-        """Move the chosen ones to the centre; their sigma becomes the spread of the means just moved."""
-        moving, moments, ties = [], _Moments(), chosen.ties
-        near.reverse()
-        while near:  # each part is taken out of the list, to free its memory
-            part, order, away = near.pop()
-            take = away < chosen.last
-            if ties > 0:
-                level = torch.nonzero(away == chosen.last).squeeze(1)
-                if level.numel() > ties:  # in the order of the vector
-                    level = level[order[level].argsort()[:ties]]
-                take[level] = True
-                ties -= level.numel()
-            at = torch.nonzero(take).squeeze(1)
-            if at.numel() == 0:
-                continue
-            moved = self._mu[part][at]
-            ends = torch.searchsorted(moved, self._edges_here, right=True)  # it is sorted too
-            self._votes -= np.diff(ends.cpu().numpy(), prepend=0, append=moved.numel())
-            moments.add(moved)
-            self._fixed[part] |= take
-            moving.append((part, order[at]))
-        blocks = self._blocks_of([part for part, _ in moving])
-        for (_, order), block in zip(moving, blocks, strict=True):
-            at = order.long()
-            for tensor, value in zip(self._vector, (centre, moments.std, True), strict=True):
-                tensor[block].index_fill_(0, at, value)
-        self._size -= chosen.length
-        self._compact()
-        if moments.farthest == self._largest and self._size:
-            self._largest = self._largest_mean()
-
-    def sweep(self, needed: int) -> None:
-        """Send the ``needed`` weights closest to their own candidate of the highest order there."""
-        self._keep_free()
-        self._set_grid(self._omega_max)
-        grid = self._grid.to(self._mu.device)
-        near = [
-            Near(part, self._order[part], self._away(part, grid[self._nearest(self._mu[part])]))
-            for _, part in self._parts
-        ]
-        chosen = cut([part.distance for part in near], needed)
-        ties = chosen.ties
-        mu, sigma, fixed = self._vector
-        for (block, part), (_, order, away) in zip(self._parts, near, strict=True):
-            take = away < chosen.last
-            level = torch.nonzero(away == chosen.last).squeeze(1)
-            level = level[order[level].argsort()[:ties]]
+def taken(near: list[Near], chosen: Cut) -> Iterator[tuple[slice, Tensor]]:
+    """Block and positions of the chosen ones. Takes the parts out of the list, to free their memory."""
+    ties = chosen.ties
+    near.reverse()
+    while near:
+        block, at, distance = near.pop()
+        take = distance < chosen.last
+        if ties > 0:
+            level = torch.nonzero(distance == chosen.last).squeeze(1)[:ties]
             take[level] = True
             ties -= level.numel()
-            at = order[take].long()
-            mu[block][at] = grid[self._nearest(self._mu[part][take])]
-            sigma[block][at] = self._sigma[part][take].clamp_max(2.0**-self._b / 4)
-            fixed[block].index_fill_(0, at, True)
+        at = at[take]
+        if at.numel():
+            yield block, at
 
-    def finish(self) -> None:
-        """Nothing is left to do: the vector has every change."""
 
-    def _compact(self) -> None:
-        if self._mu.numel() > max(_WORTH, 2 * self._size):
-            self._keep_free()
+def cut(distances: list[Tensor], needed: int, delta: float | None = None) -> Cut:
+    """Where the ``needed`` smallest distances end; with delta, while their running mean is at most that.
 
-    def _keep_free(self) -> None:
-        """Drop what is fixed; what remains is still sorted."""
-        held = self._mu, self._sigma, self._order
-        made = tuple(tensor.new_empty(self._size) for tensor in held)
-        parts, start = [], 0
-        for block, old in self._parts:
-            at = torch.nonzero(~self._fixed[old]).squeeze(1)
-            part = slice(start, start + at.numel())
-            for there, here in zip(made, held, strict=True):
-                torch.index_select(here[old], 0, at, out=there[part])
-            parts.append((block, part))
-            start = part.stop
-        self._mu, self._sigma, self._order = made
-        self._parts, self._fixed = parts, torch.zeros_like(self._mu, dtype=torch.bool)
-        self._widest = self._widest_spread()
+    >>> cut([torch.tensor([4.0, 1.0]), torch.tensor([1.0, 3.0])], needed=3)
+    Cut(last=3.0, ties=1, length=3)
+    >>> cut([torch.tensor([4.0, 1.0]), torch.tensor([1.0, 3.0])], needed=4, delta=1.0)
+    Cut(last=1.0, ties=2, length=2)
+    """
+    needed = min(needed, sum(part.numel() for part in distances))
+    if needed == 0:
+        return Cut(0.0, 0, 0)
+    parts = list(distances)
+    # Distances are not negative, so their bits, read as integers, are in the same order.
+    single = parts[0].dtype == torch.float32
+    integer, first, last = (torch.int32, 0, _INF_32) if single else (torch.int64, 0, _INF_64)
+    below, total = 0, 0.0  # number and sum of the distances left of those in question
+    span = 0  # of the last look: where bins decide nothing more, as with a mean of just delta, the sort does
+    while last - first != span and sum(part.numel() for part in parts) > _FEW:
+        span = last - first
+        shift = max(span.bit_length() - _BIN_BITS, 0)
+        counts = np.zeros(2**_BIN_BITS, np.int64)
+        for part in parts:
+            bins = (part.view(integer) - first) >> shift
+            counts += torch.bincount(bins, minlength=counts.size).cpu().numpy()
+        lowest = first + (np.arange(counts.size, dtype=np.int64) << shift)
+        ends = np.minimum(np.stack((lowest, lowest + (1 << shift) - 1)), last)
+        lows, highs = torch.from_numpy(ends).to(integer).view(parts[0].dtype).double().numpy()
+        start, stop = _deciding(counts, lows, highs, below, total, needed, delta)
+        first, last = int(ends[0, start]), int(ends[1, stop])
+        below += int(counts[:start].sum())
+        low, high = float(lows[start]), float(highs[stop])
+        if delta is not None and start > 0:
+            left = [torch.where(part < low, part, 0).sum(dtype=torch.float64) for part in parts]
+            total += math.fsum(map(float, left))
+        parts = [part[(part >= low) & (part <= high)] for part in parts]
+    rest = torch.cat(parts).sort().values[: needed - below]
+    length = rest.numel()
+    if delta is not None:
+        sums = rest.double().cumsum(0) + total
+        numbers = torch.arange(below + 1, below + length + 1, device=rest.device)
+        # Running means of an ascending list never fall.
+        length = int((sums / numbers <= delta).count_nonzero())
+    end = float(rest[max(length - 1, 0)])
+    return Cut(end, length - int((rest[:length] < end).count_nonzero()), below + length)
 
-    def _largest_mean(self) -> float:
-        largest = 0.0
-        for _, part in self._parts:
-            free = (~self._fixed[part]).view(torch.uint8)
-            if free.numel():  # argmax is the first of equals
-                ends = torch.stack((free.argmax(), free.numel() - 1 - free.flip(0).argmax()))
-                some = free.amax() * self._mu[part][ends].abs().amax()
-                largest = max(largest, float(some))
-        return largest
 
-    def _widest_spread(self) -> float:
-        return max(self._floor, float(self._sigma.amax())) if self._sigma.numel() else self._floor
+def _deciding(
+    counts: Integers,
+    lows: Floats,
+    highs: Floats,
+    below: int,
+    total: float,
+    needed: int,
+    delta: float | None,
+) -> tuple[int, int]:
+    """First and last of the bins in which the cut may lie, from how many there are in each.
 
-    def _count(self) -> Integers:
-        votes = np.zeros(self._grid.numel(), np.int64)
-        for _, part in self._parts:
-            free = (~self._fixed[part]).cumsum(0, dtype=torch.int32)  # up to each place
-            if free.numel() == 0:
-                continue
-            ends = F.pad(torch.searchsorted(self._mu[part], self._edges_here, right=True), (0, 1))
-            ends[-1] = free.numel()
-            before = torch.where(ends > 0, free[(ends - 1).clamp_min_(0)], 0)
-            votes += np.diff(before.cpu().numpy(), prepend=0)
-        return votes
-
-    def _blocks_of(self, slices: list[slice]) -> Iterator[slice]:
-        """The blocks of the vector in which slices of the sorted parts lie; both ascend."""
-        parts = iter(self._parts)
-        block, part = next(parts)
-        for wanted in slices:
-            while wanted.start >= part.stop:
-                block, part = next(parts)
-            yield block
-
-    def _away(self, part: slice, centre: float | Tensor) -> Tensor:
-        return distance(self._mu[part], self._sigma[part], centre, self._floor)
-
-    def _near(self, centre: float | Tensor, above: float, to: float) -> list[Near]:
-        """As in the base class; a part has the fixed ones too, whose distance is nan: no rule admits it."""
-        window = torch.tensor([above, to], dtype=self._mu.dtype, device=self._mu.device)
-        ends = [torch.searchsorted(self._mu[part], window, right=True) for _, part in self._parts]
-        near = []
-        for (_, part), (low, high) in zip(self._parts, torch.stack(ends).tolist(), strict=True):
-            if low < high:
-                inside = slice(part.start + low, part.start + high)
-                away = self._away(inside, centre).masked_fill_(self._fixed[inside], math.nan)
-                near.append(Near(inside, self._order[inside], away))
-        return near
+    A bin's distances are only known to be within its ends, so the running mean after it lies between
+    two bounds: the prefix surely holds the bin if the upper one is at most delta, and surely ends by
+    it if the lower one is above.
+    """
+    present = np.flatnonzero(counts)
+    counts, lows, highs = counts[present], lows[present], highs[present]
+    numbers = below + np.cumsum(counts)
+    # Not needed are those after the bin that has enough; if none has, an earlier look found the end.
+    start = stop = min(int((numbers < needed).sum()), present.size - 1)
+    if delta is not None:
+        with np.errstate(over="ignore"):
+            least, most = (total + np.cumsum(counts * ends) for ends in (lows, highs))
+        stop = min(stop, int((least <= delta * (1 + _MARGIN) * numbers).sum()))
+        start = min(stop, int((most <= delta * (1 - _MARGIN) * numbers).sum()))
+    return int(present[start]), int(present[stop])

@@ -83,7 +83,7 @@ def mma_shape(inputs: int, rows: int, packed: bool = False) -> Mma:
     many = rows >= _MANY_ROWS
     if inputs <= 8:
         if packed:
-            return Mma(1, 8, 8, 1, 2, 0) if many else Mma(1, 16, 16, 1, 2, 0)
+            return Mma(1, 8, 8, 1, 2, 0) if many else Mma(2, 16, 16, 1, 1, 0)
         return Mma(1, 8, 8, 1) if many else Mma(1, 16, 16, 1)
     if inputs <= 16:
         return Mma(2, 4, 4, 1) if many else Mma(1, 8, 8, 1)
