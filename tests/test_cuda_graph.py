@@ -111,3 +111,20 @@ def test_a_model_that_draws_on_the_host_is_not_recorded_and_draws_the_same_numbe
 
     assert drawn(True) == drawn(False)
     assert "draws random numbers on the host" in caplog.messages[0]
+
+
+def test_numbers_that_a_batch_gives_to_the_model_are_not_replayed_with_old_values(device: Device) -> None:
+    done: list[int] = []
+    step = RecordedStep(lambda given, where: done.append(given.args[1]), lambda: None)
+    for number in range(8):
+        step(Batch((torch.zeros(2), number), {}, None), "round 1")
+    assert done == list(range(8))
+
+
+def test_objects_of_unknown_kind_are_never_replayed(device: Device) -> None:
+    done: list[object] = []
+    step = RecordedStep(lambda given, where: done.append(given.args[1]), lambda: None)
+    thing = {"a set": {1}}["a set"]
+    for _ in range(8):
+        step(Batch((torch.zeros(2), thing), {}, None), "round 1")
+    assert len(done) == 8

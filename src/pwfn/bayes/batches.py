@@ -116,8 +116,16 @@ class Batch:
         return list(_tensors((self.args, self.kwargs, self.target)))
 
     def shape(self) -> tuple[Any, ...]:
-        """Shape, type and strides of every tensor: batches with the same ones can replay one CUDA graph."""
-        return tuple((tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors())
+        """What batches must have in common to replay one CUDA graph.
+
+        Shape, type and strides of every tensor, and everything else as it is: numbers and words are part of a
+        recording. An object that is neither is equal to no other one.
+
+        >>> one, two = (Batch((torch.zeros(2), layer), {}, None) for layer in (1, 2))
+        >>> one.shape() == one.shape(), one.shape() == two.shape()
+        (True, False)
+        """
+        return _shape((self.args, self.kwargs, self.target))
 
     def describe(self) -> str:
         """Shapes and types of the inputs."""
@@ -143,6 +151,16 @@ def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _map(function, item) for key, item in value.items()}
     return tuple(_map(function, item) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.stride()
+    if isinstance(value, Mapping):
+        return tuple((key, _shape(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_shape, value))
+    return value if value is None or isinstance(value, (bool, int, float, str)) else object()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

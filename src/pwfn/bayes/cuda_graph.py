@@ -48,18 +48,23 @@ class RecordedStep(Generic[T]):
     def __call__(self, batch: Batch, where: str) -> T:
         """What ``work`` returns for this batch."""
         shape = batch.shape()
-        if self._graph is None and not self.failed:
-            self._seen[shape] += 1
-            if self._seen[shape] > _WARMUP_STEPS:
-                self._record(batch, where)
-        if self._graph is None or shape != self._shape:
+        tensors = batch.tensors()
+        if not tensors:
             return self._work(batch, where)
-        for static, given in zip(self._batch.tensors(), batch.tensors(), strict=True):
-            static.copy_(given, non_blocking=True)
-        self._graph.replay()
-        return self._result
+        # A capture sees only the current device, which need not be the network's.
+        with torch.cuda.device_of(tensors[0]):
+            if self._graph is None and not self.failed:
+                self._seen[shape] += 1
+                if self._seen[shape] > _WARMUP_STEPS:
+                    self._record(batch, shape, where)
+            if self._graph is None or shape != self._shape:
+                return self._work(batch, where)
+            for static, given in zip(self._batch.tensors(), tensors, strict=True):
+                static.copy_(given, non_blocking=True)
+            self._graph.replay()
+            return self._result
 
-    def _record(self, batch: Batch, where: str) -> None:
+    def _record(self, batch: Batch, shape: Any, where: str) -> None:
         self._clear()
         gc.collect()  # what is left of earlier passes belongs to a stream that capture cannot wait for
         static, graph, stream = batch.cloned(), torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -76,7 +81,7 @@ class RecordedStep(Generic[T]):
         if _drew_on_the_host(before):
             self._give_up(where, "the model draws random numbers on the host", before)
             return
-        self._graph, self._shape, self._batch, self._result = graph, batch.shape(), static, result
+        self._graph, self._shape, self._batch, self._result = graph, shape, static, result
 
     def _give_up(self, where: str, why: str, states: dict[str, Any]) -> None:
         restore_random_states(states)  # the step is taken again, as usual
