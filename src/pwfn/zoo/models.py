@@ -81,7 +81,8 @@ def create(name: str, *, pretrained: bool = False, classes: int | None = None, *
             return torchvision_model(torchvisions, pretrained=pretrained, **options)
         return timm_model(name, **options, **({"pretrained": True} if pretrained else {}))
     if pretrained:
-        raise PwfnError(f"model {name!r} has no pre-trained weights: give a file with --weights FILE")
+        own = ", or --weights random for those that its function gives" if is_file else ""
+        raise PwfnError(f"model {name!r} has no pre-trained weights: give a file with --weights FILE{own}")
     if classes is not None:
         options["classes"] = classes
     make = user_function(name, PwfnError)[1] if is_file else OWN[name]
