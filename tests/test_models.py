@@ -163,7 +163,11 @@ def test_options_go_to_timm(how: dict[str, int]) -> None:
         ("cifar_resnet20", {"classes": 0}, "'cifar_resnet20' with 0 classes"),
         ("cifar_resnet20", {"width": 3}, "'cifar_resnet20' cannot be made: .*width"),
         ("cifar_resnet20", {"pretrained": True}, "'cifar_resnet20' has no pre-trained .*--weights FILE$"),
-        ("python:nets.py:make", {"pretrained": True}, "'python:nets.py:make' has no .*--weights FILE, or --weights random"),
+        (
+            "python:nets.py:make",
+            {"pretrained": True},
+            "'python:nets.py:make' has no .*FILE, or --weights random",
+        ),
     ],
 )
 def test_a_network_that_cannot_be_made(name: str, options: dict[str, Any], words: str) -> None:
