@@ -166,7 +166,7 @@ def test_options_go_to_timm(how: dict[str, int]) -> None:
         (
             "python:nets.py:make",
             {"pretrained": True},
-            "'python:nets.py:make' has no .*--weights FILE, or --weights random",
+            "'python:nets.py:make' has no .*FILE, or --weights random",
         ),
     ],
 )

@@ -266,7 +266,8 @@ class Run:
             model, val = compressed.apply_to(copy.deepcopy(self.original)), self.val and self.val.apart()
             scores = self.scores(model, Precision.FP32, val)
         pool = Pool.of(compressed.values())
-        content = self.distributed.first(lambda: dumps(self._recorded(compressed, round=number)))
+        made = {"round": number, **_scored(before=self.progress.before, after=scores)}
+        content = self.distributed.first(lambda: dumps(self._recorded(compressed, **made)))
         return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step)
 
     def _finish(self) -> Result:
@@ -319,10 +320,10 @@ class Run:
 
     def _result(self, compressed: Compressed) -> Result:
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
-        before, now = (scores.to_dict() if scores else None for scores in (self.progress.before, after))
+        made = _scored(before=self.progress.before, after=after)
         steps = sum(done.steps for done in self.progress.rounds) + self.polish_steps
         return Result(
-            compressed=self._recorded(compressed, before=before, after=now),
+            compressed=self._recorded(compressed, **made),
             summary=summarise(compressed.layout, compressed.values()),
             rounds=self.progress.rounds,
             before=self.progress.before,
@@ -424,3 +425,8 @@ class Run:
             # Processes may have different numbers of batches, so that they could not agree to stop here.
             before_batch=self.before_batch if self.distributed.world == 1 else None,
         )
+
+
+def _scored(**scores: Scores | None) -> dict[str, Any]:
+    """Scores as the record of a file has them."""
+    return {name: found.to_dict() if found else None for name, found in scores.items()}
