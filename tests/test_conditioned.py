@@ -344,6 +344,16 @@ def test_a_target_is_met_and_survives_an_interrupt(name):
     assert [state.to_dict() for state in resumed.states] == [state.to_dict() for state in whole.states]
 
 
+def test_a_try_is_as_large_as_the_file_that_it_becomes():
+    """A file also contains its scores: without them a target in bytes is missed by a few."""
+    model = batchnorm_classifier()
+    config = QUICK.override({"target.bytes": 1550})
+    result = pwfn.compress(model, IMAGES.split(64), labelled_by(model), config=config)
+    chosen = next(state for state in result.states if state.round == result.choice.round)
+    assert 0 <= len(chosen.content) - result.file_bytes < 10  # a try also names its round
+    assert result.file_bytes <= 1550
+
+
 def test_an_interrupt_within_the_first_try():
     model, config = batchnorm_classifier(), QUICK.override({"target.bits": 2.5})
 

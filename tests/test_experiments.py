@@ -406,15 +406,8 @@ def test_pages_are_written_and_found_stale(
         _retire(archive, "first", seed)
     _retire(archive, "second", 0)
     block = "before\n<!-- {0}: made by us -->\nold\n<!-- end of {0} -->\nafter\n"
-<<<<<<< HEAD
     pages = {"uncertainty": "per byte", "imagenet": "none", "results": "none", "method": "none"}
     for page, name in pages.items():
-=======
-    for page, name in (
-        ("uncertainty", "uncertainty"),
-        *((other, "none") for other in ("imagenet", "results", "method")),
-    ):
->>>>>>> wt-q
         (archive.root / "docs" / f"{page}.md").write_text(block.format(name))
     assert _call(archive, "docs") == 0
     assert _call(archive, "docs", "--check") == 0
