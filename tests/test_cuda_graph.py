@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.cuda_graph import RecordedStep
@@ -128,3 +129,19 @@ def test_objects_of_unknown_kind_are_never_replayed(device: Device) -> None:
     for _ in range(8):
         step(Batch((torch.zeros(2), thing), {}, None), "round 1")
     assert len(done) == 8
+
+
+def test_a_model_that_counts_its_calls_is_not_recorded_and_counts_right(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(1, 1)
+    model.calls = 0
+
+    def work(given: Batch, where: str) -> None:
+        model.calls += 1
+
+    step = RecordedStep(work, lambda: None, [model])
+    for _ in range(7):
+        step(batch(), "round 1")
+    assert model.calls == 7
+    assert "the model changes calls in every step" in caplog.messages[0]

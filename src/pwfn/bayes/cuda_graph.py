@@ -1,9 +1,10 @@
 """A whole training step, recorded as a CUDA graph and replayed without Python overhead.
 
 A recording contains kernels, not the program. A model whose forward pass changes from call to call cannot be
-replayed. Where the change comes from random numbers of the host (Python's, numpy's, torch's on the CPU), or
-where the pass reads a value from the device, steps run as usual, with a warning. Dropout and the like draw
-new numbers in every replay. A model that counts its calls in Python needs ``training.cuda_graph = false``.
+replayed. Where it draws random numbers on the host (Python's, numpy's, torch's on the CPU), counts its calls
+in an attribute, or reads a value from the device, steps run as usual, with a warning. Dropout and the like
+draw new numbers in every replay. A change in Python that leaves no such trace needs
+``training.cuda_graph = false``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,10 +37,13 @@ class RecordedStep(Generic[T]):
         work: the whole step on one batch. What it returns must be tensors, which a replay overwrites.
         clear: called before a step is recorded: gradients of earlier steps must be gone, so that backward
             allocates them in the memory of the graph.
+        watched: modules and other objects whose numbers a step must not change, such as a counter of calls.
     """
 
-    def __init__(self, work: Callable[[Batch, str], T], clear: Callable[[], None]) -> None:
-        self._work, self._clear = work, clear
+    def __init__(
+        self, work: Callable[[Batch, str], T], clear: Callable[[], None], watched: Iterable[object] = ()
+    ) -> None:
+        self._work, self._clear, self._watched = work, clear, list(watched)
         self._seen: Counter[Any] = Counter()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._shape: Any = None
@@ -68,7 +72,7 @@ class RecordedStep(Generic[T]):
         self._clear()
         gc.collect()  # what is left of earlier passes belongs to a stream that capture cannot wait for
         static, graph, stream = batch.cloned(), torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        before = random_states()
+        before, numbers = random_states(), self._numbers()
         try:
             # Only this thread's calls count: a thread that pins memory for a loader must not end the capture.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -78,10 +82,29 @@ class RecordedStep(Generic[T]):
             first = error.__context__  # leaving the capture fails too, and says less
             self._give_up(where, cause(first if isinstance(first, Exception) else error), before)
             return
-        if _drew_on_the_host(before):
-            self._give_up(where, "the model draws random numbers on the host", before)
+        changed = next(
+            (
+                name
+                for own, now in zip(numbers, self._numbers(), strict=True)
+                for name in own
+                if own[name] != now.get(name)
+            ),
+            None,
+        )
+        if changed is not None or _drew_on_the_host(before):
+            for thing, own in zip(self._watched, numbers, strict=True):
+                vars(thing).update(own)
+            why = (
+                "draws random numbers on the host" if changed is None else f"changes {changed} in every step"
+            )
+            self._give_up(where, f"the model {why}", before)
             return
         self._graph, self._shape, self._batch, self._result = graph, shape, static, result
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        """Numbers and words among the attributes of what is watched."""
+        kinds = (bool, int, float, str)
+        return [{k: v for k, v in vars(each).items() if isinstance(v, kinds)} for each in self._watched]
 
     def _give_up(self, where: str, why: str, states: dict[str, Any]) -> None:
         restore_random_states(states)  # the step is taken again, as usual

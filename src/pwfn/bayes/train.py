@@ -183,7 +183,11 @@ class _Stepper:
         self._recorded: RecordedStep[None] | None = None
         records = config.cuda_graph and net.device.type == "cuda" and net.recordable
         if records and alone and (self.flat is not None or net.graph_safe):
-            self._recorded = RecordedStep(self._whole, lambda: optimizer.zero_grad(set_to_none=True))
+            watched = [
+                *net.modules(),
+                *([objective.loss_fn] if hasattr(objective.loss_fn, "__dict__") else []),
+            ]
+            self._recorded = RecordedStep(self._whole, optimizer.zero_grad, watched)
 
     def restore(self, start: PhaseState) -> None:
         """Momenta and loss scale of a snapshot; what the settings say of the optimiser is theirs."""

@@ -110,7 +110,7 @@ class _State:
         fixed = recipe.mixup + recipe.cutmix == 0  # what the host draws cannot be recorded
         self._step: Callable[[Batch, str], Tensor] = self._taken
         if fixed and next(model.parameters()).is_cuda:
-            self._step = RecordedStep(self._taken, self.optimizer.zero_grad)
+            self._step = RecordedStep(self._taken, self.optimizer.zero_grad, model.modules())
 
     def epoch(self, source: Source, number: int) -> tuple[float, float]:
         """One pass: the mean loss and the last learning rate. It waits for the device once, at its end."""
