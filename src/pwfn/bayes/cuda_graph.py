@@ -22,6 +22,7 @@ from pwfn.bayes.batches import Batch
 from pwfn.bayes.randomness import random_states, restore_random_states
 from pwfn.errors import PwfnError, cause
 
+_MOST_SHAPES = 100  # of batches, none of which came often enough to be recorded
 _WARMUP_STEPS = 3  # libraries initialise themselves in their first calls, which cannot be recorded
 LOGGER = logging.getLogger("pwfn")
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class RecordedStep(Generic[T]):
                 self._seen[shape] += 1
                 if self._seen[shape] > _WARMUP_STEPS:
                     self._record(batch, shape, where)
+                elif len(self._seen) > _MOST_SHAPES:
+                    self._give_up(where, "nearly every batch has a shape of its own", random_states())
             if self._graph is None or shape != self._shape:
                 return self._work(batch, where)
             for static, given in zip(self._batch.tensors(), tensors, strict=True):
