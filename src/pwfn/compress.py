@@ -29,7 +29,7 @@ from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError
 from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
-from pwfn.evaluate.score import Scores, accuracy, mean_scores
+from pwfn.evaluate.score import Scores, accuracy, mean_scores, recorded
 from pwfn.evaluate.targets import State, check_target, choose, next_step
 from pwfn.evaluate.verdict import doubts, kept_statistics, other_threads, ruin, warn
 from pwfn.file.compressed import Compressed
@@ -266,8 +266,8 @@ class Run:
             model, val = compressed.apply_to(copy.deepcopy(self.original)), self.val and self.val.apart()
             scores = self.scores(model, Precision.FP32, val)
         pool = Pool.of(compressed.values())
-        made = {"round": number, **_scored(before=self.progress.before, after=scores)}
-        content = self.distributed.first(lambda: dumps(self._recorded(compressed, **made)))
+        made = self._recorded(compressed, round=number, **recorded(before=self.progress.before, after=scores))
+        content = self.distributed.first(lambda: dumps(made))
         return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step)
 
     def _finish(self) -> Result:
@@ -313,17 +313,15 @@ class Run:
     def _polish(self, net: FixedNetwork) -> None:
         """Train the uncompressed parameters alone, with noise off."""
         trained = [p for p in net.model.parameters() if p.requires_grad]
-        decay = self.config.training.weight_decay
-        one = fused([{"params": trained}])
+        decay, one = self.config.training.weight_decay, fused([{"params": trained}])
         optimizer = torch.optim.SGD(trained, POLISH_LEARNING_RATE, MOMENTUM, weight_decay=decay, fused=one)
         self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
 
     def _result(self, compressed: Compressed) -> Result:
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
-        made = _scored(before=self.progress.before, after=after)
         steps = sum(done.steps for done in self.progress.rounds) + self.polish_steps
         return Result(
-            compressed=self._recorded(compressed, **made),
+            compressed=self._recorded(compressed, **recorded(before=self.progress.before, after=after)),
             summary=summarise(compressed.layout, compressed.values()),
             rounds=self.progress.rounds,
             before=self.progress.before,
@@ -425,8 +423,3 @@ class Run:
             # Processes may have different numbers of batches, so that they could not agree to stop here.
             before_batch=self.before_batch if self.distributed.world == 1 else None,
         )
-
-
-def _scored(**scores: Scores | None) -> dict[str, Any]:
-    """Scores as the record of a file has them."""
-    return {name: found.to_dict() if found else None for name, found in scores.items()}

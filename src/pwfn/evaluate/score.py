@@ -130,6 +130,15 @@ def full_float32(wanted: bool = True) -> Iterator[None]:
             kind.fp32_precision = own
 
 
+def recorded(**scores: Scores | None) -> dict[str, Any]:
+    """Scores by name, as the record of a file has them.
+
+    >>> recorded(before=None)
+    {'before': None}
+    """
+    return {name: found.to_dict() if found else None for name, found in scores.items()}
+
+
 @torch.no_grad()
 def mean_scores(
     model: nn.Module,
