@@ -56,7 +56,7 @@ class RecordedStep(Generic[T]):
         tensors = batch.tensors()
         if not tensors:
             return self._work(batch, where)
-        # A capture sees only the current device, which need not be the network's.
+        # A capture sees only the current device, and the network may be on another one.
         with torch.cuda.device_of(tensors[0]):
             if self._graph is None and not self.failed:
                 self._seen[shape] += 1

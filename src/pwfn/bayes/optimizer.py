@@ -154,7 +154,7 @@ class _Casts(TorchDispatchMode):
 class _Flat(torch.optim.Optimizer):
     """What the flat optimisers share. ``seed`` and ``count`` are in the first parameter group.
 
-    The number of the step is counted on the device, so that a recorded step counts by itself.
+    Steps are counted on the device, so that a recorded step counts itself.
     """
 
     flat: FlatDraw
