@@ -365,3 +365,44 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout[-5000:]
     assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["sgd_", "adamw_"])
+def test_numbers_on_the_device_give_the_same_step_as_numbers_of_python(name: str) -> None:
+    settings: dict[str, Any] = SGD if name == "sgd_" else ADAMW
+    ends = []
+    for on_device in (False, True):
+        v, made = vectors(1025), []
+        state, offsets = new_state(name, v["fixed"]), ops.free_offsets(v["fixed"])
+        for step in range(3):
+            at: dict[str, Any] = {"seed": 5, "step": step}
+            count = {} if name == "sgd_" else {"count": step + 1}
+            numbers = settings
+            if on_device:
+                at = {"seed": 5, "step": 0, "ahead": torch.tensor(step)}
+                count = {} if name == "sgd_" else {"count": 1}
+                rates = torch.tensor([settings["lr"], settings["sigma_lr"]])
+                numbers = {**settings, "lr": 9.0, "sigma_lr": 9.0, "rates": rates}
+            out = torch.empty(1025)
+            ops.draw_(out, *v.values(), **at)
+            norm = ops.grad_squared_norm(out, v["fixed"], **at)
+            rest = out, v["fixed"], offsets, torch.tensor(0.5)
+            getattr(ops, name)(v["free_mu"], v["free_sigma"], *state, *rest, **numbers, **count, **at)
+            made += [out, norm.reshape(1).float()]
+        ends.append(torch.cat([*made, v["free_mu"], v["free_sigma"], *state]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)  # rates are float32 there
+
+
+@pytest.mark.parametrize("name", ["sgd_", "adamw_"])
+def test_a_sigma_without_state_stays_and_mu_moves_as_ever(name: str) -> None:
+    settings: dict[str, Any] = {**(SGD if name == "sgd_" else {**ADAMW, "count": 1}), "sigma_lr": 0.0}
+    ends = []
+    for constant in (False, True):
+        v = vectors(1025)
+        sigma, state = v["free_sigma"].clone(), new_state(name, v["fixed"])
+        given = [s if i % 2 == 0 or not constant else s[:0] for i, s in enumerate(state)]
+        rest = v["fixed_mu"], v["fixed"], ops.free_offsets(v["fixed"]), torch.tensor(0.5)
+        getattr(ops, name)(v["free_mu"], v["free_sigma"], *given, *rest, **settings, seed=5, step=2)
+        assert not constant or torch.equal(v["free_sigma"], sigma)
+        ends.append(torch.cat([v["free_mu"], *state[::2]]))
+    assert torch.equal(*ends)

@@ -238,6 +238,31 @@ def test_updates_are_the_formulas(size: int, name: str, dtype: torch.dtype, shar
     assert not bool(free.any()) or bool((weights[1][free] >= FLOOR).all())
 
 
+@pytest.mark.parametrize("name", ["sgd_", "adamw_"])
+def test_a_step_whose_numbers_are_on_the_device_is_the_same(name: str) -> None:
+    """Draw, norm and update of step 3; sigma is trained, then not, and its state is empty."""
+    settings: dict[str, Any] = {**(SGD if name == "sgd_" else {**ADAMW, "count": 4})}
+    rates = torch.tensor([settings["lr"], settings["sigma_lr"]], device=DEVICE)
+    ahead = torch.tensor(3, device=DEVICE)
+    moved = {**settings, "lr": 9.0, "sigma_lr": 9.0, "rates": rates, "step": 0, "ahead": ahead}
+    moved |= {} if name == "sgd_" else {"count": 1}
+    ends = []
+    for numbers, constant in (({**settings, "step": 3}, False), (moved, False), (moved, True)):
+        v = vectors(1025, device=DEVICE)
+        at = {key: numbers[key] for key in ("step", "ahead") if key in numbers}
+        out, state = torch.empty(1025, device=DEVICE), new_state(name, v["fixed"])
+        kernels.draw_(out, *v.values(), seed=5, **at)
+        norm = kernels.grad_squared_norm(out, v["fixed"], seed=5, **at)
+        given = [s[:0] if constant and i % 2 else s for i, s in enumerate(state)]
+        rest = out, v["fixed"], ops.free_offsets(v["fixed"]), torch.tensor(0.5, device=DEVICE)
+        sigma = v["free_sigma"].clone()
+        getattr(kernels, name)(v["free_mu"], v["free_sigma"], *given, *rest, **numbers, seed=5)
+        assert torch.equal(v["free_sigma"], sigma) is constant
+        ends.append(torch.cat([out, norm.reshape(1).float(), v["free_mu"], *state[::2]]))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[1], ends[2])
+
+
 def test_a_state_of_another_mask_is_not_written_past_its_end() -> None:
     v = vectors(1025, 0.0, device=DEVICE)
     room = torch.zeros(2, 1025, device=DEVICE)
