@@ -13,6 +13,8 @@ On CUDA there are also cases whose whole step is recorded as a CUDA graph (``tra
 plain fine-tuning as usual and with its whole step recorded, and the first round of ``recommended``, for its
 memory.
 
+--rate compares a step of the method ``rate``, recorded on CUDA, with the same step without the code length.
+
 Rivals: plain fine-tuning; ours with torch's optimiser instead of fused passes;
 ``torch.nn.utils.parametrize`` with ``mu + sigma * randn`` on every weight; the reparameterised layers of
 bayesian-torch, if it is installed.
@@ -42,6 +44,8 @@ from torch.nn.utils import parametrize
 
 from pwfn import Config, GaussianNetwork
 from pwfn.bayes.batches import Batch
+from pwfn.bayes.grid.rate import RateNetwork
+from pwfn.bayes.method import Method
 from pwfn.bayes.objective import Objective, autocast
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
 from pwfn.bayes.train import fit
@@ -109,11 +113,16 @@ def ours(setting: Setting, *, fused: bool = True, graph: bool = False, first: bo
     if not first:
         net.fix(0.5)
     config = config.override({"training.cuda_graph": graph})
-    optimizer = optimizer_for(net, config.training, seed=0, alone=fused)
+    return _fitting(setting, net, config, optimizer_for(net, config.training, seed=0, alone=fused))
+
+
+def _fitting(setting: Setting, net: Method, config: Config, optimizer: torch.optim.Optimizer) -> Steps:
+    """The loop of a run."""
     objective, batches = Objective(F.cross_entropy), _batches(setting.batch)
+    skipped = RECORDING if config.training.cuda_graph else 0
 
     def steps(count: int) -> float:
-        started, skipped = time.perf_counter(), RECORDING if graph else 0
+        started = time.perf_counter()
 
         def after(step: int, snapshot: object) -> None:
             nonlocal started
@@ -128,6 +137,37 @@ def ours(setting: Setting, *, fused: bool = True, graph: bool = False, first: bo
         return (time.perf_counter() - started) / count
 
     return steps
+
+
+class Rate(RateNetwork):
+    """As in a run of 20 epochs of CIFAR-10, where tables are fitted every 50 steps."""
+
+    taken = 0
+
+    def before_step(self, step: int, steps: int) -> None:
+        """The number of the step in that run."""
+        self.taken += 1
+        super().before_step(self.taken, 20 * 391)
+
+
+class Unpriced(Rate):
+    """Without the code length: no term in the loss, no tables to fit."""
+
+    def before_step(self, step: int, steps: int) -> None:
+        """Nothing."""
+
+    def penalty(self) -> None:  # type: ignore[override]  # a method may have none
+        """None."""
+
+
+def rate(setting: Setting, kind: type[RateNetwork] = Rate) -> Steps:
+    """Training for the bytes, by labels: a teacher's pass would be in both."""
+    precision, cuda = setting.config.training.precision, setting.device.type == "cuda"
+    config = Config.preset("small").override(
+        {"training.precision": precision, "training.cuda_graph": cuda, "target.bits": 1.0}
+    )
+    net = kind(setting.model, config).to(setting.device).train()
+    return _fitting(setting, net, config, optimizer_for(net, config.training, seed=0, alone=True))
 
 
 def _loop(setting: Setting, model: nn.Module, extra: Callable[[], Tensor | float] = lambda: 0.0) -> Steps:
@@ -273,8 +313,8 @@ def medians(runs: list[Steps], blocks: int, length: int) -> list[float]:
     return [statistics.median(own) for own in times]
 
 
-def measure(name: str, device: torch.device, *, quick: bool, recorded: bool) -> None:
-    """Print a line for every rival; ``recorded``: of those cases alone."""
+def measure(name: str, device: torch.device, *, quick: bool, recorded: bool, rated: bool) -> None:
+    """Print a line for every rival; ``recorded``, ``rated``: of those cases alone."""
     cuda = device.type == "cuda"
     setting = Setting(name, device, 16 if quick and not cuda else None)
     blocks, length = (3, 2) if quick else (9, 10) if cuda else (11, 3)
@@ -286,7 +326,9 @@ def measure(name: str, device: torch.device, *, quick: bool, recorded: bool) -> 
     compared: list[tuple[str, Callable[[Setting], Steps], str, Callable[[Setting], Steps]]] = [
         ("", ours, rival, make) for rival, make in rivals.items()
     ]
-    if cuda:
+    if rated:
+        compared = [(", method rate", rate, "rate without the code length", partial(rate, kind=Unpriced))]
+    elif cuda:
         captured = partial(ours, graph=True)
         compared = [] if recorded else compared
         compared.append(
@@ -295,10 +337,11 @@ def measure(name: str, device: torch.device, *, quick: bool, recorded: bool) -> 
         compared.append((", CUDA graph", captured, "plain fine-tuning", plain))
         compared.append((", CUDA graph", captured, "plain fine-tuning, CUDA graph", plain_captured))
     for way, mine, rival, make in compared:
-        graph = way.endswith("graph")
+        graph = way.endswith("graph") or (cuda and rated)
         # The memory of a graph does not count as allocated.
         our_bytes, rival_bytes = (0, 0) if graph else (peak_bytes(setting, mine), peak_bytes(setting, make))
-        our_s, rival_s = medians([mine(setting), make(setting)], *((5, 40) if graph else (blocks, length)))
+        how = (5, 50) if rated else (5, 40) if graph else (blocks, length)
+        our_s, rival_s = medians([mine(setting), make(setting)], *how)
         facts = {
             "case": f"step {name}{way}",
             "ratio": our_s / rival_s,
@@ -347,6 +390,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, help="networks")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--recorded", action="store_true", help="only the cases with a CUDA graph")
+    parser.add_argument("--rate", action="store_true", help="only the method rate, with its term and without")
     parser.add_argument("--profile", action="store_true", help="profile instead")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -356,7 +400,7 @@ def main() -> None:
         if options.profile:
             profile(name, device)
         else:
-            measure(name, device, quick=options.quick, recorded=options.recorded)
+            measure(name, device, quick=options.quick, recorded=options.recorded, rated=options.rate)
 
 
 if __name__ == "__main__":

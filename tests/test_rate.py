@@ -154,7 +154,7 @@ def test_the_price_rises_above_the_target_and_falls_below_it(monkeypatch):
         net = RateNetwork(conv(), SMALL.override({"target.bits": 1.0}))
         now = entropy_bits(net.levels.detach().round())
         net.settings = SMALL.override({"target.bits": factor * now})
-        net.before_step()
+        net.before_step(1, 1)
         prices.append(net._price)
     assert prices[0] > net.options.price > prices[1]
 
@@ -172,13 +172,13 @@ def test_a_target_is_met_at_the_end_even_without_training():
 def test_what_a_run_learns_survives_in_its_state(monkeypatch):
     monkeypatch.setattr(rate, "_REFRESH", 2)
     net = RateNetwork(conv(), SMALL.override({"target.bytes": 3000}))
-    for _ in range(5):
-        net.before_step()
+    for step in range(5):
+        net.before_step(step, 1000)
     other = RateNetwork(conv(), SMALL.override({"target.bytes": 3000}))
     other.load_state_dict(copy.deepcopy(net.state_dict()))
-    for _ in range(3):
+    for step in range(5, 9):
         for one in (net, other):
-            one.before_step()
+            one.before_step(step, 1000)
         assert other.penalty().equal(net.penalty())
     assert other._price == net._price
 

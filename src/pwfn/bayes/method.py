@@ -106,8 +106,8 @@ class Method(WeightNetwork):
         """Before the first step: starting values that need data."""
         return
 
-    def before_step(self) -> None:
-        """Before every training step, on the host: what cannot be part of a recorded step."""
+    def before_step(self, step: int, steps: int) -> None:
+        """Before step ``step`` (from 0) of a phase of ``steps``, on the host: what cannot be recorded."""
         return
 
     def loss_term(self, loss: Tensor) -> Tensor | None:

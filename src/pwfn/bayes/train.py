@@ -209,7 +209,7 @@ class _Stepper:
     def step(self, batches: Iterator[Batch], where: str) -> None:
         """One step; its loss and the norm of the task's gradient go to the log."""
         if isinstance(self.net, Method):
-            self.net.before_step()
+            self.net.before_step(self.done, self.log.steps)
         if self._recorded is not None:
             self._recorded(next(batches), where)
             self.net.recordable = not self._recorded.failed
@@ -291,7 +291,7 @@ class _LossLog:
         self._since = torch.zeros((), device=device)
         self._done = torch.full((), first, device=device, dtype=torch.int64)
         self._count, self._read = 0, time.monotonic()
-        self._steps, self._where = steps, where
+        self.steps, self._where = steps, where
 
     def add(self, loss: Tensor, norm: Tensor) -> None:
         """Add a step, in place and on the device, so that it can be part of a recording."""
@@ -306,7 +306,7 @@ class _LossLog:
         """After a step: now and then, the mean loss since the last time."""
         self._count += 1
         now = time.monotonic()
-        if self._count < _REPORT_STEPS and now - self._read < _REPORT_SECONDS and step < self._steps - 1:
+        if self._count < _REPORT_STEPS and now - self._read < _REPORT_SECONDS and step < self.steps - 1:
             return None
         self.check()
         mean = float(self._since) / self._count
@@ -320,7 +320,7 @@ class _LossLog:
         if first_bad >= 0:
             raise DivergedError(
                 f"{self._where}: the loss or its gradient is no longer finite at step {first_bad + 1} of "
-                f"{self._steps}: lower training.learning_rate, or look for NaN in the data"
+                f"{self.steps}: lower training.learning_rate, or look for NaN in the data"
             )
 
 

@@ -32,12 +32,15 @@ from pwfn.fixing.scale import even_layers
 from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import held, untouched
 
-_REFRESH = 50  # steps between two fits of the code's tables
+_REFRESH = 50  # steps between two fits of the code's tables; fewer in a short run,
+_REFRESHES = 50  # which has at least so many
 _MEASURE = 20  # refreshes between two encodings of the network, which show what the tables miss
 _EVEN = 0.5  # power by which layers before BatchNorm are brought to one size; 1: entirely
 _START = 1.25  # bits at the first step: those of the target times this; without a target, as such
 _LATENT_RATE = 10.0  # learning rate of the levels: this times training.learning_rate, in steps of the grid
-_GAIN, _DAMPING, _LARGEST_CHANGE = 0.5, 6.0, 0.3  # of log lambda per refresh
+_DRIFT = 0.25  # levels by which the code length alone would move a weight in the whole run, at the start
+_GAIN, _DAMPING = 200.0, 25.0  # of log lambda: by the mean excess over the whole run; by its changes
+_LARGEST_CHANGE = 0.7  # of log lambda per refresh
 _LOWEST, _HIGHEST = 1e-6, 1e3  # lambda, where a target cannot be reached
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
 _SCORE_BYTES = 80  # of a file: the scores, which are not known in training
@@ -97,13 +100,14 @@ class RateNetwork(Method):
     contexts: Tensor
     fixed: Tensor
     price: Tensor  # lambda, on the device
+    gradient_norm: Tensor  # of the task, at the levels, in the last step
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__(model, config or Config.preset("small"))
         weights = self.layout.gather(model)
         if root_mean_square(weights) == 0:
             raise WeightError("every weight is zero: there is nothing to compress")
-        self._price, self._steps, self._coder_ratio = float(self.options.price), 0, 1.0
+        self._price, self._refreshes, self._coder_ratio = float(self.options.price), 0, 1.0
         self._last: float | None = None  # the excess at the last refresh
         self._grid = 1.0
         self._empty_bytes = self._file_bytes(torch.zeros(self.layout.size), {})
@@ -122,6 +126,7 @@ class RateNetwork(Method):
         table = code_length(self.layout, levels := self.levels.detach().round())
         self._measure(levels, _bytes(table, levels))
         self.register_buffer("price", torch.tensor(self._price), persistent=False)
+        self.register_buffer("gradient_norm", torch.zeros_like(self.price))
         self.register_buffer("lengths", table.lengths)
         self.register_buffer("contexts", table.contexts)
 
@@ -152,14 +157,19 @@ class RateNetwork(Method):
         levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]  # torch's own
         return self.layout.views(levels * self._grid)
 
-    def before_step(self) -> None:
+    def before_step(self, step: int, steps: int) -> None:
         """Every few steps: fit the tables again, and adjust lambda."""
-        self._steps += 1
-        if self._steps % _REFRESH == 0:
-            self._refresh()
+        whole = steps * len(self.settings.schedule.fractions)  # of all phases, if they are equally long
+        every = max(1, min(_REFRESH, whole // _REFRESHES))
+        if step and step % every == 0:
+            if self._last is None and self.settings.target.wanted:
+                self._price = self._starting_price(whole)
+            self._refresh(every / whole)
 
     def penalty(self) -> Tensor:
         """``lambda * bits / n``."""
+        if self.levels.grad is not None:  # it is the task's alone here, and a run that resumes has lost it
+            self.gradient_norm.copy_(torch.linalg.vector_norm(self.levels.grad))
         table = CodeLength(self.lengths, self.contexts)
         return self.price / self.layout.size * table.total(self.levels)
 
@@ -209,33 +219,52 @@ class RateNetwork(Method):
 
     def get_extra_state(self) -> Tensor:
         """What the feedback knows, as JSON in a tensor of bytes."""
-        kept = [self._price, self._steps, self._coder_ratio, self._last, self._grid, self._rest_bytes]
+        kept = [self._price, self._refreshes, self._coder_ratio, self._last, self._grid, self._rest_bytes]
         return torch.tensor(list(json.dumps(kept).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         """What the feedback knew."""
         kept = json.loads(bytes(state.tolist()))
-        self._price, self._steps, self._coder_ratio, self._last, self._grid, self._rest_bytes = kept
+        self._price, self._refreshes, self._coder_ratio, self._last, self._grid, self._rest_bytes = kept
         self.grid_step, self._original = self._grid, (None,)
         self.price.fill_(self._price)
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        """Fit the tables to the levels; with a target, adjust lambda by how far it is away."""
+    def _refresh(self, share: float) -> None:
+        """Fit the tables to the levels; with a target, adjust lambda by how far it is away.
+
+        ``share`` is that of the run between two refreshes: a short run has fewer, each with a larger effect.
+        """
         levels = self.levels.round()
         table = self._fit_tables(levels)
-        estimate, refreshes = _bytes(table, levels), self._steps // _REFRESH
-        if refreshes % _MEASURE == 0 or refreshes.bit_count() == 1:  # powers of two: much changes at first
+        estimate, self._refreshes = _bytes(table, levels), self._refreshes + 1
+        # Powers of two, too: much changes at first.
+        if self._refreshes % _MEASURE == 0 or self._refreshes.bit_count() == 1:
             self._measure(levels, estimate)
         excess = self._excess(levels, estimate)
         if excess is None or not math.isfinite(excess):
             return
         last = excess if self._last is None else self._last
-        change = _GAIN * excess + _DAMPING * (excess - last)
+        change = _GAIN * share * excess + _DAMPING * (excess - last)
         factor = math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
         self._price = min(max(self._price, _LOWEST) * factor, _HIGHEST)
         self.price.fill_(self._price)
         self._last = excess
+
+    def _starting_price(self, steps: int) -> float:
+        """The lambda at which the code length alone would move a weight by ``_DRIFT`` levels in the run.
+
+        Adam divides by the root mean square g of the gradients, and the learning rates of all steps sum up to
+        ``rate * steps / 2``: ``lambda / n * slope / g * rate * steps / 2 = _DRIFT``, with slopes in bits.
+        """
+        levels = self.levels.detach().requires_grad_()
+        with torch.enable_grad():
+            bits = CodeLength(self.lengths, self.contexts).total(levels)
+        (slopes,) = torch.autograd.grad(bits, levels)
+        distance = _LATENT_RATE * self.settings.training.learning_rate * steps / 2
+        reached = float(torch.linalg.vector_norm(slopes)) * distance
+        found = _DRIFT * self.layout.size * float(self.gradient_norm) / max(reached, 1e-30)
+        return found if math.isfinite(found) and found > 0 else self._price
 
     def _fit_tables(self, levels: Tensor) -> CodeLength:
         table = code_length(self.layout, levels)
