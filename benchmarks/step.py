@@ -140,7 +140,7 @@ def _fitting(setting: Setting, net: Method, config: Config, optimizer: torch.opt
 
 
 class Rate(RateNetwork):
-    """As in a run of 20 epochs of CIFAR-10, where tables are fitted every 50 steps."""
+    """As in a run of 20 epochs of CIFAR-10, where tables are fitted every 100 steps."""
 
     taken = 0
 
@@ -340,7 +340,7 @@ def measure(name: str, device: torch.device, *, quick: bool, recorded: bool, rat
         graph = way.endswith("graph") or (cuda and rated)
         # The memory of a graph does not count as allocated.
         our_bytes, rival_bytes = (0, 0) if graph else (peak_bytes(setting, mine), peak_bytes(setting, make))
-        how = (5, 50) if rated else (5, 40) if graph else (blocks, length)
+        how = (5, 100) if rated else (5, 40) if graph else (blocks, length)
         our_s, rival_s = medians([mine(setting), make(setting)], *how)
         facts = {
             "case": f"step {name}{way}",

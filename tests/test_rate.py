@@ -159,6 +159,44 @@ def test_the_price_rises_above_the_target_and_falls_below_it(monkeypatch):
     assert prices[0] > net.options.price > prices[1]
 
 
+def test_the_starting_price_would_move_the_weights_by_its_drift():
+    """A step of Adam: the code length's gradient over the root mean square of the task's, times the rate."""
+    net = RateNetwork(conv(), SMALL.override({"target.bits": 1.0}))
+    net.gradient_norm.fill_(0.7)
+    steps, size = 2000, net.layout.size
+    net.price.fill_(net._starting_price(steps))
+    (pull,) = torch.autograd.grad(net.penalty(), net.levels)
+    task = 0.7 / math.sqrt(size)
+    moved = pull.square().mean().sqrt() / task * 0.01 * steps / 2  # half a cosine has half of the sum
+    assert moved.item() == pytest.approx(rate._DRIFT, rel=1e-4)
+
+
+def test_the_price_does_not_depend_on_the_units_of_the_loss():
+    net = RateNetwork(conv(), SMALL.override({"target.bits": 1.0}))
+    prices = []
+    for norm in (1.0, 1000.0, 0.0):
+        net.gradient_norm.fill_(norm)
+        prices.append(net._starting_price(500))
+    assert prices[1] == pytest.approx(1000 * prices[0])
+    assert prices[2] == net.options.price  # nothing is known: as given
+
+
+@pytest.mark.parametrize("changes", [{}, {"schedule.fractions": [0.5, 1.0]}])
+def test_refreshes_are_spread_over_a_run_of_any_length(changes, monkeypatch):
+    """At least fifty in a short one, and the shares between them sum up to the whole run."""
+    rounds = len(changes.get("schedule.fractions", [1.0]))
+    config = SMALL.override({**changes, "schedule.epochs_per_round": [1.0] * rounds})
+    net, shares = RateNetwork(conv(), config), []
+    monkeypatch.setattr(RateNetwork, "_refresh", lambda self, share: shares.append(share))
+    for steps in (10, 400, 5000, 20000):
+        shares.clear()
+        for _ in range(rounds):
+            for step in range(steps):
+                net.before_step(step, steps)
+        assert sum(shares) == pytest.approx(1, abs=0.11)
+        assert len(shares) >= min(48, rounds * (steps - 1))
+
+
 def test_a_target_is_met_at_the_end_even_without_training():
     """The zero bin is widened as far as needed, and no further."""
     net = RateNetwork(conv(64, 64), SMALL.override({"target.bytes": 8000}))
@@ -325,6 +363,15 @@ def test_other_losses_are_distilled_by_the_squared_error():
     result = pwfn.compress(model, data, data, config, F.mse_loss)
     spread = float(torch.cat([y for _, y in data]).var())
     assert result.after.loss < 0.05 * spread
+
+
+def test_a_short_run_reaches_its_target_by_training(trained):
+    """A hundred steps are enough for lambda: the zero bin at the end has next to nothing left to cut."""
+    model, data = trained
+    config = SMALL.override({"target.bytes": 5000, "schedule.epochs_per_round": [2.5]})
+    result = pwfn.compress(model, data.train, data.test, config)
+    assert 4000 < result.file_bytes <= 5000
+    assert not any("were set to zero" in warning for warning in result.warnings)
 
 
 def test_images_without_labels_are_enough(trained):

@@ -127,8 +127,8 @@ class Progress:
             net.load_state_dict(self.network)
         except RuntimeError as error:
             raise WeightError(
-                "the progress does not fit the model: it belongs to another network, or to other "
-                "layout.include and layout.exclude"
+                "the progress does not fit the model: it belongs to another network, to other "
+                "layout.include and layout.exclude, or to another version of pwfn"
             ) from error
 
 

@@ -41,9 +41,11 @@ class CodeLength(NamedTuple):
         magnitude = levels.abs()
         below = magnitude.detach().clamp(max=LARGEST - 1).to(torch.int32)
         at = self.contexts.to(torch.int32) * (LARGEST + 1) + below
-        flat = self.lengths.reshape(-1)
-        low = flat[at]
-        return low + (magnitude - below) * (flat[at + 1] - low)
+        flat = self.lengths.reshape(
+            -1
+        )  # flat[at] would first copy the indices to int64
+        low = flat.index_select(0, at)
+        return low + (magnitude - below) * (flat.index_select(0, at + 1) - low)
 
     def total(self, levels: Tensor) -> Tensor:
         """The sum of :meth:`bits`, with the same gradient in about half the time.
@@ -64,12 +66,11 @@ class _Total(torch.autograd.Function):
         """Bits of all weights."""
         slopes = F.pad(lengths.diff(dim=1), (0, 1))
         intercepts = lengths - slopes * torch.arange(LARGEST + 1, device=lengths.device)
-        magnitude = levels.abs()
-        below = magnitude.clamp(max=LARGEST - 1).to(torch.int32)
+        below = levels.abs().clamp_(max=LARGEST - 1).to(torch.int32)
         at = torch.add(contexts, below, alpha=len(lengths))  # of the transposed tables
-        slope = slopes.T.reshape(-1)[at]
-        ctx.save_for_backward(slope * levels.sign())
-        return intercepts.T.reshape(-1)[at].sum() + torch.dot(slope, magnitude)
+        signed = slopes.T.reshape(-1).index_select(0, at).mul_(levels.sign())
+        ctx.save_for_backward(signed)
+        return intercepts.T.reshape(-1).index_select(0, at).sum() + torch.dot(signed, levels)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -32,9 +32,9 @@ from pwfn.fixing.scale import even_layers
 from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import held, untouched
 
-_REFRESH = 50  # steps between two fits of the code's tables; fewer in a short run,
+_REFRESH = 100  # steps between two fits of the code's tables; fewer in a short run,
 _REFRESHES = 50  # which has at least so many
-_MEASURE = 20  # refreshes between two encodings of the network, which show what the tables miss
+_MEASURE = 10  # refreshes between two encodings of the network, which show what the tables miss
 _EVEN = 0.5  # power by which layers before BatchNorm are brought to one size; 1: entirely
 _START = 1.25  # bits at the first step: those of the target times this; without a target, as such
 _LATENT_RATE = 10.0  # learning rate of the levels: this times training.learning_rate, in steps of the grid
