@@ -41,9 +41,7 @@ class CodeLength(NamedTuple):
         magnitude = levels.abs()
         below = magnitude.detach().clamp(max=LARGEST - 1).to(torch.int32)
         at = self.contexts.to(torch.int32) * (LARGEST + 1) + below
-        flat = self.lengths.reshape(
-            -1
-        )  # flat[at] would first copy the indices to int64
+        flat = self.lengths.reshape(-1)  # flat[at] would first copy the indices to int64
         low = flat.index_select(0, at)
         return low + (magnitude - below) * (flat.index_select(0, at + 1) - low)
 
