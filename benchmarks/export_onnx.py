@@ -1,13 +1,13 @@
 """Palette ONNX against the fp32 ONNX of the same network: latency, time to load, and bytes.
 
     python benchmarks/export_onnx.py [--quick]
-    python benchmarks/export_onnx.py --zero-filters 0.6 --threads 1
+    python benchmarks/export_onnx.py --file FILE --model cifar_vgg16 --threads 1
 
 One JSON line per case. ``ratio`` is ours over the rival's, in the same run, repetition by
 repetition in turn; times are medians. (A file named ``onnx.py`` would hide the package.)
 
-With ``--zero-filters`` that part of the filters of every convolution of cifar_vgg16 is set to zero, at
-random: ours drops them, the rival computes them. The case without zeros comes first, for comparison.
+Networks have random weights, unless ``--file`` names a .pwfn file. Ours drops filters that are zero, and the
+rival computes them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from pwfn import Compressed, Config, GaussianNetwork
+from pwfn import Compressed, Config, GaussianNetwork, load
 from pwfn.export import OnnxExport, to_onnx
 from pwfn.zoo import models
 
 NETWORKS = ("mobilenetv2_100", "resnet18", "deit_tiny_patch16_224")
-ZEROED = "cifar_vgg16"
 RIVAL = "torch.onnx.export with its defaults, fp32"
 
 
@@ -58,32 +57,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Palette ONNX against fp32 ONNX.")
     parser.add_argument("--quick", action="store_true", help="one network only, few repetitions")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--zero-filters", type=float, help=f"part of the filters of {ZEROED} to set to zero")
+    parser.add_argument("--file", type=Path, help="a .pwfn file to export, with --model")
+    parser.add_argument("--model", help="the name of its network")
     options = parser.parse_args()
-    cases = [(name, 0.0) for name in (NETWORKS[:1] if options.quick else NETWORKS)]
-    if options.zero_filters is not None:
-        cases = [(ZEROED, 0.0), (ZEROED, options.zero_filters)]
-    for name, zeros in cases:
+    if (options.file is None) != (options.model is None):
+        parser.error("--file and --model belong together")
+    names = (options.model,) if options.file else NETWORKS[:1] if options.quick else NETWORKS
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            files = exported(name, Path(folder), zeros, options.threads)
-            case = f"{name}, {zeros:.0%} of the filters zero," if options.zero_filters is not None else name
+            torch.manual_seed(0)
+            model = models.create(name)
+            compressed = load(options.file) if options.file else random_weights(model)
+            files = exported(name, model, compressed, Path(folder), options.threads)
+            case = options.file.name if options.file else name
             report(f"{case} latency", files, *latencies(files, 20 if options.quick else 150))
             report(f"{case} session load", files, *loads(files, 3 if options.quick else 9))
 
 
-def exported(name: str, folder: Path, zeros: float, threads: int) -> Files:
-    """Random weights, random BatchNorm, some filters zero, all weights fixed; then both files."""
-    torch.manual_seed(0)
-    model = models.create(name)
+def random_weights(model: nn.Module) -> Compressed:
+    """The network's own random weights, all fixed, after random BatchNorm."""
     randomise_norms(model)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            with torch.no_grad():
-                module.weight[torch.rand(len(module.weight)) < zeros] = 0
     # The paper's sigma, for as many values as a network trained that way has.
     net = GaussianNetwork(model, Config().override({"posterior.init": "powers", "fixing.grid_exponent": 7}))
     net.fix(1.0)
-    compressed = net.finish()
+    return net.finish()
+
+
+def exported(name: str, model: nn.Module, compressed: Compressed, folder: Path, threads: int) -> Files:
+    """Both files of a compressed network."""
     shape = models.input_shape(name, model)
     assert shape is not None
     ours = to_onnx(compressed, model, torch.zeros(2, *shape), folder / "ours.onnx")

@@ -361,8 +361,8 @@ def test_a_run_that_failed_does_not_replace_what_was_kept(
 def test_only_small_files_whose_figures_are_known_are_kept(
     archive: Archive, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(name: str, seed: str) -> str:
-        assert _call(archive, "keep", name, seed) == 2
+    def refused(*words: str) -> str:
+        assert _call(archive, "keep", *words) == 2
         return capsys.readouterr().err
 
     assert "model.pwfn: is not there" in refused("tiny", "0")
@@ -373,10 +373,18 @@ def test_only_small_files_whose_figures_are_known_are_kept(
     file.write_bytes(bytes(100))
     _leave(archive, "tiny", 0, file_sha256=hashlib.sha256(b"another").hexdigest())
     assert "its figures are not in" in refused("tiny", "0")
-    assert "tiny has 0 runs with seed 7" in refused("tiny", "7")
+    assert "tiny has 0 such runs with seed 7" in refused("tiny", "7")
+    assert "tiny has 0 such runs with seed 0" in refused("tiny", "0", "--row", "another")
     _leave(archive, "tiny", 0, file_sha256=hashlib.sha256(bytes(100)).hexdigest())
     assert _call(archive, "keep", "tiny", "0") == 0
     assert (archive.experiments / "models" / "tiny_seed0.pwfn").read_bytes() == bytes(100)
+
+    # Of several rows, one must be named.
+    plan = archive.paths["tiny"]
+    plan.write_text(TINY + '[[row]]\nmethod = "pwfn"\nlabel = "second"\n')
+    assert 'not one: give --row, one of "PWFN", "second"' in refused("tiny", "0")
+    assert _call(archive, "keep", "tiny", "0", "--row", "PWFN") == 0
+    assert (archive.experiments / "models" / "digits_resnet_pwfn_seed0.pwfn").read_bytes() == bytes(100)
 
 
 def test_mistakes_are_reported_before_anything_is_run(
