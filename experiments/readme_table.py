@@ -38,8 +38,8 @@ ROWS = (
     ),
     (
         "VGG-16",
-        "[small](docs/tables/small.md), 100,000 bytes asked",
-        "small_vgg16/cifar_vgg16_small_100_000_bytes",
+        "[small](docs/tables/small.md), 125,000 bytes asked",
+        "small_vgg16/cifar_vgg16_small_125_000_bytes",
     ),
     ("ViT, 4 M weights", "pwfn, recommended", "compare_vit/cifar_vit_tiny_pwfn_recommended"),
     ("ViT, 4 M weights", "Q-ViT, 4 bit", "compare_vit/cifar_vit_tiny_q_vit_4_bit"),

@@ -181,6 +181,17 @@ def test_the_price_does_not_depend_on_the_units_of_the_loss():
     assert prices[2] == net.options.price  # nothing is known: as given
 
 
+@pytest.mark.parametrize("target", [{}, {"target.max_drop": 1.0}])
+def test_without_a_size_to_reach_the_price_stays_as_given(target):
+    net = RateNetwork(conv(), SMALL.override({**target, "options.price": 0.3}))
+    net.gradient_norm.fill_(1.0)
+    for step in range(10):
+        net.before_step(step, 100)
+    assert net._refreshes > 0
+    assert net._price == pytest.approx(0.3)
+    assert net.price.item() == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize("changes", [{}, {"schedule.fractions": [0.5, 1.0]}])
 def test_refreshes_are_spread_over_a_run_of_any_length(changes, monkeypatch):
     """At least fifty in a short one, and the shares between them sum up to the whole run."""

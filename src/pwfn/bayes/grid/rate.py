@@ -162,7 +162,8 @@ class RateNetwork(Method):
         whole = steps * len(self.settings.schedule.fractions)  # of all phases, if they are equally long
         every = max(1, min(_REFRESH, whole // _REFRESHES))
         if step and step % every == 0:
-            if self._last is None and self.settings.target.wanted:
+            target = self.settings.target
+            if self._last is None and (target.bytes is not None or target.bits is not None):
                 self._price = self._starting_price(whole)
             self._refresh(every / whole)
 
