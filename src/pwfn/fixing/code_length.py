@@ -46,7 +46,7 @@ class CodeLength(NamedTuple):
         return low + (magnitude - below) * (flat.index_select(0, at + 1) - low)
 
     def total(self, levels: Tensor) -> Tensor:
-        """The sum of :meth:`bits`, with the same gradient in about half the time.
+        """The sum of :meth:`bits`, with the same gradient, in less time.
 
         >>> table = CodeLength(torch.arange(41.0)[None], torch.zeros(2, dtype=torch.uint8))
         >>> table.total(torch.tensor([-1.25, 3.0])).item()
