@@ -137,7 +137,9 @@ def test_the_fast_total_is_the_sum_of_the_bits_with_its_gradient():
     table = code_length(layout, levels.round())
     (plain,) = torch.autograd.grad(table.bits(x := levels.clone().requires_grad_()).sum(), x)
     (fast,) = torch.autograd.grad(table.total(y := levels.clone().requires_grad_()), y)
-    assert torch.equal(plain, fast)
+    between = (levels - levels.round()).abs() > 1e-4  # at a whole number either slope is right
+    assert int(between.sum()) > 4900
+    assert torch.equal(plain[between], fast[between])
     assert float(table.total(levels)) == pytest.approx(float(table.bits(levels).double().sum()), rel=1e-5)
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pwfn.layout import Layout
 
@@ -57,24 +56,34 @@ class CodeLength(NamedTuple):
 
 
 class _Total(torch.autograd.Function):
-    """On every piece the length is ``intercept + slope |u|``: one look into each table, no graph."""
+    """Between two whole numbers the length is ``intercept + slope u``: one look into each table, no graph.
+
+    The tables begin at ``u = -LARGEST``, so that they have the sign of u too.
+    """
 
     @staticmethod
     def forward(ctx: Any, levels: Tensor, lengths: Tensor, contexts: Tensor) -> Tensor:
         """Bits of all weights."""
-        slopes = F.pad(lengths.diff(dim=1), (0, 1))
-        intercepts = lengths - slopes * torch.arange(LARGEST + 1, device=lengths.device)
-        below = levels.abs().clamp_(max=LARGEST - 1).to(torch.int32)
-        at = torch.add(contexts, below, alpha=len(lengths))  # of the transposed tables
-        signed = slopes.T.reshape(-1).index_select(0, at).mul_(levels.sign())
-        ctx.save_for_backward(signed)
-        return intercepts.T.reshape(-1).index_select(0, at).sum() + torch.dot(signed, levels)
+        rises = lengths.diff(dim=1)
+        intercepts = lengths[:, :-1] - rises * torch.arange(LARGEST, device=lengths.device)
+        slopes, intercepts = _mirrored(rises, -1), _mirrored(intercepts, 1)
+        # In place where it can be: most of the time goes into reading and writing.
+        below = (levels + LARGEST).clamp_(0, 2 * LARGEST - 1).to(torch.int32)
+        at = torch.add(contexts, below, alpha=len(lengths), out=below)
+        slope = slopes.index_select(0, at)
+        ctx.save_for_backward(slope)
+        return intercepts.index_select(0, at).sum() + torch.dot(slope, levels)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The slopes, with the levels' signs."""
-        (signed,) = ctx.saved_tensors
-        return gradient * signed, None, None
+        """The slopes."""
+        (slope,) = ctx.saved_tensors
+        return gradient * slope, None, None
+
+
+def _mirrored(table: Tensor, sign: int) -> Tensor:
+    """Columns for ``-LARGEST`` to ``LARGEST - 1``, those below zero times ``sign``, as one vector."""
+    return torch.cat([sign * table.flip(1), table], 1).T.reshape(-1)
 
 
 @torch.no_grad()
