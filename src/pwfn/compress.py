@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
+from pwfn.bayes.compiled import Compiled
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
@@ -158,6 +159,10 @@ class Run:
         self.scored = Objective(compare, self.original) if compare else Objective(loss_fn)
         taught = Objective(divergence if classifies else relative_square, self.original)
         self.objective = taught if compare is None and config.training.distill else self.scored
+        if config.training.compile:
+            self.net.compiled = Compiled(self.net.model)
+            if self.objective.teacher is not None:
+                self.objective = replace(self.objective, teacher=Compiled(self.original))
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)

@@ -61,7 +61,7 @@ class Batch:
         sizes = (x.shape[0] for x in _tensors((self.args, self.kwargs)) if x.dim() > 0)
         return next(sizes, 1)
 
-    def through(self, model: nn.Module, where: str) -> Any:
+    def through(self, model: Callable[..., Any], where: str) -> Any:
         """The model's output; a :class:`~pwfn.DataError` if the model cannot process the batch."""
         try:
             return model(*self.args, **self.kwargs)
@@ -91,8 +91,10 @@ class Batch:
         size = self.size
         return self._mapped(lambda x: x[start:stop] if x.dim() > 0 and x.shape[0] == size else x)
 
-    def mixed(self, share: float) -> Batch:
-        """Every example with ``1 - share`` of its neighbour added to ``share`` of itself.
+    def mixed(self, share: float | Tensor) -> Batch:
+        """Every example with ``1 - share`` of its neighbour added to ``share`` of itself: mixup.
+
+        ``share`` may be a tensor with a number for each example.
 
         Batches with tensors of whole numbers, such as tokens, stay as they are.
 
@@ -102,7 +104,12 @@ class Batch:
         size, found = self.size, list(_tensors((self.args, self.kwargs)))
         if not all(x.is_floating_point() and x.dim() > 0 and x.shape[0] == size for x in found):
             return self
-        return replace(self._mapped(lambda x: share * x + (1 - share) * x.roll(1, 0)), target=None)
+
+        def mix(x: Tensor) -> Tensor:
+            own = share.view(-1, *[1] * (x.dim() - 1)).to(x.dtype) if isinstance(share, Tensor) else share
+            return own * x + (1 - own) * torch.cat((x[-1:], x[:-1]))  # roll would lose channels-last
+
+        return replace(self._mapped(mix), target=None)
 
     def cloned(self) -> Batch:
         """A copy with its own tensors."""

@@ -26,7 +26,7 @@ class Objective:
     """The loss of a batch: ``loss_fn`` of output and target or, with a teacher, of output and its output."""
 
     loss_fn: LossFn
-    teacher: nn.Module | None = None
+    teacher: Callable[..., Any] | None = None
 
     def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
         """The loss of a batch."""

@@ -136,11 +136,17 @@ class TrainingConfig(Section):
     cuda_graph: bool = setting(
         True, Switch(), "on CUDA, record a step once and replay it, where the model allows that"
     )
+    compile: bool = setting(
+        False, Switch(), "train through torch.compile: starts half a minute later, then takes shorter steps"
+    )
     accumulate: int = setting(1, Number(1, whole=True), "batches per step, each with its own noise")
     distill: bool = setting(
         False,
         Switch(),
         "train by the divergence from the original network's softmax output; scores use the labels",
+    )
+    mixup: float = setting(
+        0.0, Number(0, 1), "where the original network teaches: fraction of the examples mixed with another"
     )
     steps_per_epoch: int | None = setting(
         None, Number(1, whole=True, optional=True), 'batches per epoch; "off": the length of the loader'
