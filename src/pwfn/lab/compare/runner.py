@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pwfn.config import Config
 from pwfn.errors import ConfigError, FileError, PwfnError
 from pwfn.file.storage import make_folder, replacing
 from pwfn.lab.compare.measure import (
@@ -210,11 +211,26 @@ def kept_result(run: Run, path: Path) -> tuple[dict[str, Any] | None, str | None
         "settings": run.config.to_dict(),
     }
     try:
-        other = difference({name: kept[name] for name in wanted}, wanted)
+        found = {name: kept[name] for name in wanted}
+        found["settings"] = with_later_settings(found["settings"])
+        other = difference(found, wanted)
         _ = kept["file_sha256"]
     except (KeyError, TypeError) as error:
         raise FileError(f"{path}: is not a result of this command ({error}): move it elsewhere") from None
     return (None, other) if other else (kept, None)
+
+
+def with_later_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an earlier result, with the defaults of those that did not exist then.
+
+    >>> with_later_settings({"training": {"momentum": 0.8}})["training"]["compile"]
+    False
+    """
+    usual = Config().to_dict()
+    return {
+        name: {**usual.get(name, {}), **own} if isinstance(own, Mapping) else own
+        for name, own in settings.items()
+    }
 
 
 @contextmanager
