@@ -42,8 +42,8 @@ from torch.nn import functional as F
 from pwfn import Config
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.batchnorm import reestimate_batchnorm
-from pwfn.bayes.cuda_graph import RecordedStep
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.execution import RecordedStep
 from pwfn.bayes.method import phases
 from pwfn.bayes.objective import autocast
 from pwfn.bayes.optimizer import MOMENTUM, optimizer_for

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pwfn.bayes.batches import Batch
-from pwfn.bayes.cuda_graph import RecordedStep
+from pwfn.bayes.execution import RecordedStep
 from pwfn.bayes.randomness import seeded
 
 

@@ -185,7 +185,6 @@ def train(
     learning_rate: Annotated[float | None, _option(SETTINGS, "Peak, instead of the recipe's.")] = None,
     seed: Seed = None,
     precision: Annotated[str | None, _option(SETTINGS, "fp32 or bf16, instead of the recipe's.")] = None,
-    compiled: Annotated[bool, _option(SETTINGS, "Train through torch.compile.", "--compile")] = False,
     device: Device = None,
     limit: Limit = None,
     holdout: Holdout = 0,
@@ -196,7 +195,7 @@ def train(
     from pwfn.lab.pretrain import command as job
 
     how = job.TrainOptions(
-        *(model, data, out, epochs, batch_size, learning_rate, seed, precision, compiled, device),
+        *(model, data, out, epochs, batch_size, learning_rate, seed, precision, device),
         *(limit, holdout, force),
     )
     facts = job.run(how, _nothing if as_json else typer.echo)

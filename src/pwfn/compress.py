@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm
-from pwfn.bayes.compiled import Compiled
 from pwfn.bayes.distributed import Distributed, distributed_for
+from pwfn.bayes.execution import Compiled
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
@@ -160,9 +160,7 @@ class Run:
         taught = Objective(divergence if classifies else relative_square, self.original)
         self.objective = taught if compare is None and config.training.distill else self.scored
         if config.training.compile:
-            self.net.compiled = Compiled(self.net.model)
-            if self.objective.teacher is not None:
-                self.objective = replace(self.objective, teacher=Compiled(self.original))
+            self.net.compiled, self.objective = Compiled(self.net.model), self.objective.compiled()
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)
@@ -229,13 +227,11 @@ class Run:
             alone = self.distributed.world == 1 and self.config.training.accumulate == 1
             optimizer = optimizer_for(net, self.config.training, seed, alone=alone)
             loss = self._fit(net, optimizer, steps, number, where, seed)
-        state = net.state()
-        before = trace.before_fixing(number, net.layout, state)
+        before = trace.before_fixing(number, net.layout, state := net.state())
         quartiles = state.sigma_quartiles()
         fixed = fix_alike(net, phase.fraction, self.distributed)
         warnings = warn(net.notes, self.distributed)
-        state = net.state()
-        after = trace.after_fixing(number, fixed, net.layout, state)
+        after = trace.after_fixing(number, fixed, net.layout, state := net.state())
         self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
         states = [self._state(number, phase.fraction)] if self.config.target.wanted else []
         made = Round(
@@ -284,8 +280,7 @@ class Run:
         if kept != finished:  # what was done of the finish was for another target
             self.progress = progress = replace(progress, uncompressed=None, finished=0, phase=None)
         earlier = (loads(state.content) for state in progress.states if state.round == kept < last)
-        compressed = next(earlier, None) or self.net.finish()
-        net = FixedNetwork(self.net, compressed)
+        net = FixedNetwork(self.net, next(earlier, None) or self.net.finish())
         if progress.uncompressed is not None:
             net.model.load_state_dict(progress.uncompressed)
         # Statistics fit the point estimate, then the parameters the statistics, then once more.

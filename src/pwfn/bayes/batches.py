@@ -91,10 +91,8 @@ class Batch:
         size = self.size
         return self._mapped(lambda x: x[start:stop] if x.dim() > 0 and x.shape[0] == size else x)
 
-    def mixed(self, share: float | Tensor) -> Batch:
-        """Every example with ``1 - share`` of its neighbour added to ``share`` of itself: mixup.
-
-        ``share`` may be a tensor with a number for each example.
+    def mixed(self, share: float) -> Batch:
+        """Every example with ``1 - share`` of its neighbour added to ``share`` of itself.
 
         Batches with tensors of whole numbers, such as tokens, stay as they are.
 
@@ -104,12 +102,7 @@ class Batch:
         size, found = self.size, list(_tensors((self.args, self.kwargs)))
         if not all(x.is_floating_point() and x.dim() > 0 and x.shape[0] == size for x in found):
             return self
-
-        def mix(x: Tensor) -> Tensor:
-            own = share.view(-1, *[1] * (x.dim() - 1)).to(x.dtype) if isinstance(share, Tensor) else share
-            return own * x + (1 - own) * torch.cat((x[-1:], x[:-1]))  # roll would lose channels-last
-
-        return replace(self._mapped(mix), target=None)
+        return replace(self._mapped(lambda x: share * x + (1 - share) * x.roll(1, 0)), target=None)
 
     def cloned(self) -> Batch:
         """A copy with its own tensors."""

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pwfn.bayes.compiled import Compiled
+from pwfn.bayes.execution import Compiled
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
 from pwfn.layout import Layout

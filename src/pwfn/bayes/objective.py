@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch
+from pwfn.bayes.execution import Compiled
 from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
 
@@ -27,6 +28,10 @@ class Objective:
 
     loss_fn: LossFn
     teacher: Callable[..., Any] | None = None
+
+    def compiled(self) -> Objective:
+        """The same with the teacher through ``torch.compile``."""
+        return self if self.teacher is None else replace(self, teacher=Compiled(self.teacher))
 
     def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
         """The loss of a batch."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pwfn.bayes.batches import Batch, is_out_of_memory
-from pwfn.bayes.cuda_graph import RecordedStep
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.execution import RecordedStep
 from pwfn.bayes.method import Method
 from pwfn.bayes.network import WeightNetwork
 from pwfn.bayes.objective import Objective, autocast, largest_that_fits
@@ -267,8 +267,6 @@ class _Stepper:
             raise batch.too_large(where, largest_that_fits(batch, alone)) from error
 
     def _attempt(self, batch: Batch, where: str) -> Tensor:
-        if self.config.mixup and self.objective.teacher is not None:
-            batch = mixup(batch, self.config.mixup, self.net.device)
         with autocast(self.net.device, self.config.precision):
             loss = self.objective(self.net, batch, where)
         if not loss.requires_grad:
@@ -282,17 +280,6 @@ class _Stepper:
                 raise batch.too_large(where) from error
             raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
         return loss.detach()
-
-
-def mixup(batch: Batch, fraction: float, device: torch.device) -> Batch:
-    """That fraction of the examples, the first ones, each with up to half of its neighbour added.
-
-    ``x <- s x + (1 - s) x'`` with s uniform in [0.5, 1], drawn on the device. A teacher answers for mixed
-    examples too, and they tell more about it than examples that it knows by heart.
-    """
-    share = torch.ones(batch.size, device=device)
-    share[: round(fraction * batch.size)].uniform_(0.5, 1.0)
-    return batch.mixed(share)
 
 
 class _LossLog:

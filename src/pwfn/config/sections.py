@@ -145,9 +145,6 @@ class TrainingConfig(Section):
         Switch(),
         "train by the divergence from the original network's softmax output; scores use the labels",
     )
-    mixup: float = setting(
-        0.0, Number(0, 1), "where the original network teaches: fraction of the examples mixed with another"
-    )
     steps_per_epoch: int | None = setting(
         None, Number(1, whole=True, optional=True), 'batches per epoch; "off": the length of the loader'
     )

@@ -44,7 +44,6 @@ class TrainOptions:
     learning_rate: float | None = None
     seed: int | None = None
     precision: str | None = None
-    compile: bool | None = None
     device: str | None = None  # CUDA if there is one, unless given
     limit: int | None = None  # train on this many images only
     holdout: int = 0  # hold out this many training images and test on them instead of the test images
@@ -56,7 +55,7 @@ class TrainOptions:
         >>> TrainOptions("cifar_resnet18", "digits", Path("w"), epochs=2).recipe().epochs
         2
         """
-        names = ("epochs", "batch_size", "learning_rate", "seed", "precision", "compile")
+        names = ("epochs", "batch_size", "learning_rate", "seed", "precision")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(recipe_for(self.model), **given)
 

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from pwfn.bayes.batches import Batch, Source, is_out_of_memory
-from pwfn.bayes.compiled import Compiled
-from pwfn.bayes.cuda_graph import RecordedStep
+from pwfn.bayes.execution import RecordedStep
 from pwfn.bayes.objective import Objective, autocast
 from pwfn.bayes.randomness import seeded
 from pwfn.config import OptimizerName, Precision, TrainingConfig
@@ -102,7 +101,6 @@ class _State:
 
     def __init__(self, model: nn.Module, recipe: Recipe, steps: int) -> None:
         self.model, self.recipe = model, recipe
-        self.trained = Compiled(model) if recipe.compile else model
         self.optimizer = optimizer_for(model, recipe)
         self.scheduler = LambdaLR(
             self.optimizer, lambda step: rise_and_fall((step + 0.5) / steps, recipe.warmup)
@@ -140,7 +138,7 @@ class _State:
 
     def _taken(self, batch: Batch, where: str) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = _loss(self.trained, batch, self.recipe, where)
+        loss = _loss(self.model, batch, self.recipe, where)
         try:
             loss.backward()
         except RuntimeError as error:
@@ -153,7 +151,7 @@ class _State:
         return loss.detach()
 
 
-def _loss(model: Callable[..., Any], batch: Batch, recipe: Recipe, where: str) -> Tensor:
+def _loss(model: nn.Module, batch: Batch, recipe: Recipe, where: str) -> Tensor:
     """Cross entropy of the augmented batch; of a mixed one, the mean of both labels' by their shares."""
     if len(batch.args) != 1 or not isinstance(batch.args[0], Tensor) or batch.args[0].dim() != 4:
         raise DataError(f"{where}: allowed is a batch of (images, labels), the images N×C×H×W")

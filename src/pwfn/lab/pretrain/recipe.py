@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pwfn.config import Choice, Number, OptimizerName, Precision, Section, Switch, hint, setting
+from pwfn.config import Choice, Number, OptimizerName, Precision, Section, hint, setting
 from pwfn.errors import ConfigError
 
 _WHOLE, _SHARE, _BELOW_ONE = Number(1, whole=True), Number(0, 1), Number(0, math.nextafter(1, 0))
@@ -41,7 +41,6 @@ class Recipe(Section):
     mixup: float = setting(0.0, _SHARE, "share of the batches that are mixed with themselves, reordered")
     cutmix: float = setting(0.0, _SHARE, "share of the batches with a rectangle from another image")
     precision: Precision = setting(Precision.FP32, Choice(Precision), "fp32 or bf16")
-    compile: bool = setting(False, Switch(), "train through torch.compile")
     seed: int = setting(0, Number(0, whole=True), "of the initial weights and everything drawn in training")
 
     def __post_init__(self) -> None:
