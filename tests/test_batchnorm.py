@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch.nn import functional as F
 
 from pwfn import Config, GaussianNetwork, compress
 from pwfn.bayes.batches import Batch, Source
-from pwfn.bayes.batchnorm import reestimate_batchnorm
+from pwfn.bayes.batchnorm import reestimate_batchnorm, unfolded
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import METHODS
 from pwfn.errors import DataError
+from pwfn.file.fold_batchnorm import fold_batchnorm
 from pwfn.lab.baselines import find
 
 find("lsq")  # registers the rivals
+SHIFTED = [3 * torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(n)) + 1 for n in range(4)]
 
 
 def source(loader: Iterable[Any]) -> Source:
@@ -242,3 +246,50 @@ def test_a_model_in_evaluation_mode_is_not_frozen() -> None:
         result = compress(given, data, config=Config().override(SHORT))
         found = [value for key, value in result.compressed.untouched.items() if key.endswith("running_mean")]
         assert not torch.equal(found[0], model.get_buffer("1.running_mean"))
+
+
+def folded_classifier() -> tuple[nn.Module, nn.Module]:
+    """A network in evaluation mode with statistics of its data, and the same one folded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)),
+        *(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)),
+    )
+    for layer in (model[1], model[4]):
+        layer.weight.data.uniform_(0.5, 3.0)
+        layer.momentum = None
+    model.train()(torch.cat(SHIFTED))
+    folded = copy.deepcopy(model.eval())
+    assert fold_batchnorm(folded)
+    return model, folded
+
+
+def test_an_unfolded_network_is_the_same_function_and_can_be_trained() -> None:
+    model, folded = folded_classifier()
+    before = copy.deepcopy(folded.state_dict())
+    whole = torch.cat(SHIFTED)
+    found = unfolded(folded, source([whole]), Distributed(torch.device("cpu")))
+    assert found is not folded
+    assert all(torch.equal(value, before[name]) for name, value in folded.state_dict().items())
+    torch.testing.assert_close(found(whole), model(whole), rtol=1e-4, atol=1e-4)
+    # In training mode a layer divides by the statistics of the batch: here they are its own.
+    torch.testing.assert_close(found.train()(whole), model(whole), rtol=1e-3, atol=1e-3)
+    distance = (folded.train()(whole) - model(whole)).square().mean() / model(whole).var()
+    assert distance > 0.1
+    assert unfolded(found, source([whole]), Distributed(torch.device("cpu"))) is found
+
+
+def test_networks_that_are_not_folded_stay_as_they_are() -> None:
+    loader = source([torch.zeros(0)])  # nothing is read
+    for model in (batchnorm_net()[0], folded_classifier()[0], nn.Linear(2, 2)):
+        assert unfolded(model, loader, Distributed(torch.device("cpu"))) is model
+
+
+@pytest.mark.parametrize("preset", ["recommended", "small"])
+def test_a_run_from_a_folded_network_starts_as_from_the_original(preset: str) -> None:
+    model, folded = folded_classifier()
+    changes = {"schedule.fractions": [1.0], "schedule.epochs_per_round": [2], "finish.polish_epochs": 0.0}
+    config = Config.preset(preset).override({**changes, "training.distill": True})
+    data = [(batch, torch.zeros(len(batch), dtype=torch.long)) for batch in SHIFTED * 4]
+    losses = [compress(each, data, config=config).rounds[0].loss for each in (model, folded)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)

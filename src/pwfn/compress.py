@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from pwfn.bayes.batches import Source, Stream, batched, device_of
-from pwfn.bayes.batchnorm import reestimate_batchnorm
+from pwfn.bayes.batchnorm import reestimate_batchnorm, unfolded
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.execution import Compiled
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
@@ -138,13 +138,14 @@ class Run:
         progress: Progress = Progress(),  # noqa: B008  # a value: it never changes
     ) -> None:
         self.config, self.distributed, self.progress = config, distributed, progress
-        self.net: Method = METHODS[config.method](model, config).to(distributed.device)
-        self.searches = self.net.has_grid and config.target.wanted
-        self.phases = phases(config)
-        self.original = copy.deepcopy(model).to(distributed.device).eval()
+        self.phases, self.original = phases(config), copy.deepcopy(model).to(distributed.device).eval()
         # Convolutions in bf16 and fp16 are fastest on CUDA with this order.
         last = config.training.precision is not Precision.FP32 and distributed.device.type == "cuda"
         self.train = Source("train_loader", batched(train_loader), distributed.device, last)
+        if any(phase.epochs for phase in self.phases):
+            model = unfolded(model, self.train, distributed)
+        self.net: Method = METHODS[config.method](model, config).to(distributed.device)
+        self.searches = self.net.has_grid and config.target.wanted
         self.val: Source | None = None
         if val_loader is not None:
             self.val = Source("val_loader", batched(val_loader), distributed.device, last)

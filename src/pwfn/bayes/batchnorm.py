@@ -1,18 +1,23 @@
-"""BatchNorm statistics: gathered again at the point estimate, after training under noise."""
+"""BatchNorm statistics: gathered again at the point estimate, and found again where they were folded."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pwfn.bayes.batches import Batch
+from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.network import WeightNetwork
 from pwfn.bayes.objective import evaluating
+from pwfn.bayes.randomness import undisturbed
+from pwfn.file.fold_batchnorm import is_folded
+
+_EXAMPLES = 1024  # whose statistics a folded layer gets
 
 
 def tracked(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -81,3 +86,50 @@ def reestimate_batchnorm(
     if distributed is not None:
         distributed.average_(statistics)
     return len(done)
+
+
+@torch.no_grad()
+def unfolded(model: nn.Module, source: Source, distributed: Distributed) -> nn.Module:
+    """A model that can be trained: itself, or a copy in which BatchNorm that was folded has statistics again.
+
+    A .pwfn file has folded layers by default. In training mode they would divide by the statistics of the
+    batch, and multiply by a scale for a variance of 1. With the mean ``m`` and variance ``v`` of a layer's
+    inputs, the same function in evaluation mode, and nearly the same in training mode, is ::
+
+        gamma' = gamma * sqrt((v + eps) / (1 + eps))        mean' = m
+        beta'  = beta + m * gamma / sqrt(1 + eps)           var'  = v
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if not any(isinstance(module, _BatchNorm) and is_folded(module) for module in modules):
+        return model
+    modes = [module.training for module in model.modules()]
+    model = copy.deepcopy(model).to(distributed.device).eval()
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and is_folded(m)]
+    sums: dict[nn.Module, Tensor] = {}  # number, sum and sum of squares of each channel
+
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].double().transpose(0, 1).flatten(1)
+        found = torch.stack([torch.full_like(x[:, 0], x.shape[1]), x.sum(1), x.square().sum(1)])
+        sums[layer] = sums[layer] + found if layer in sums else found
+
+    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
+    count = 0
+    with undisturbed(source):
+        for number, batch in enumerate(source.apart().batches(0)):
+            batch.through(model, f"{source.name}, batch {number + 1}")
+            count += batch.size
+            if count >= _EXAMPLES:
+                break
+    for hook in hooks:
+        hook.remove()
+    for layer, (size, total, squares) in sums.items():
+        assert isinstance(layer, _BatchNorm)
+        mean, scale = total / size, layer.weight.double() / (1 + layer.eps) ** 0.5
+        var = (squares / size - mean.square()).clamp_min(0)
+        layer.bias.copy_(layer.bias.double() + mean * scale)
+        layer.weight.copy_(scale * (var + layer.eps).sqrt())
+        layer.load_state_dict({"running_mean": mean, "running_var": var}, strict=False)
+        distributed.copy_first_([t for t in layer.state_dict().values() if t.is_floating_point()])
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+    return model

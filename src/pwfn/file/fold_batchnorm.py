@@ -47,7 +47,8 @@ def fold_batchnorm(model: nn.Module) -> int:
     Half of the numbers are then constant, and cost nothing in a file.
 
     Use the folded model for inference only: in training mode a layer divides by the statistics of the
-    batch, for which the new scale and shift are wrong. Re-estimating the statistics breaks it too.
+    batch, for which the new scale and shift are wrong. Re-estimating the statistics breaks it too. A run that
+    starts from such a model undoes it first: :func:`pwfn.bayes.batchnorm.unfolded`.
 
     Skipped are layers without statistics, layers whose scale or shift is missing, compressed or computed
     from other tensors, and layers that share a tensor with another module.
@@ -81,6 +82,24 @@ def fold_batchnorm(model: nn.Module) -> int:
         if "num_batches_tracked" in own:
             own["num_batches_tracked"].zero_()
     return len(layers)
+
+
+@torch.no_grad()
+def is_folded(layer: _BatchNorm) -> bool:
+    """Whether a layer looks as :func:`fold_batchnorm` leaves it: mean 0, variance 1, trained scale or shift.
+
+    No trained layer has these statistics by chance, and in an untrained one scale and shift are constants.
+
+    >>> layer = nn.BatchNorm1d(2).eval()
+    >>> _ = layer.running_var.copy_(torch.tensor([1.0, 4.0]))
+    >>> is_folded(layer), fold_batchnorm(layer), is_folded(layer)
+    (False, 1, True)
+    """
+    own = _own(layer)
+    if not own.keys() >= set(_FOLDED):
+        return False
+    plain = bool((own["running_mean"] == 0).all() and (own["running_var"] == 1).all())
+    return plain and any(bool((own[leaf] != own[leaf][:1]).any()) for leaf in ("weight", "bias"))
 
 
 @torch.no_grad()
