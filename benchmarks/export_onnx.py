@@ -78,7 +78,9 @@ def main() -> None:
             repetitions = 20 if options.quick else 150
             report(f"{case} latency", files, *latencies(files, repetitions))
             report(f"{case} session load", files, *loads(files, 3 if options.quick else 9))
-            report_program(f"{case} torch latency", files, *torch_latencies(files, repetitions))
+            for size in (1, 32):
+                times = torch_latencies(files, size, max(5, repetitions // size))
+                report_program(f"{case} torch latency, batch of {size}", files, *times)
 
 
 def random_weights(model: nn.Module) -> Compressed:
@@ -165,13 +167,12 @@ def medians(
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
-def torch_latencies(files: Files, repetitions: int) -> tuple[float, float]:
-    """Median seconds of one image in torch, the program and the dense model."""
+def torch_latencies(files: Files, size: int, repetitions: int) -> tuple[float, float]:
+    """Median seconds of a batch in torch, the program and the dense model."""
     program = torch.export.load(files.program.path).module()
+    batch = files.batch.expand(size, *files.batch.shape[1:]).contiguous()
     with torch.inference_mode():
-        return medians(
-            lambda: program(files.batch), lambda: files.module(files.batch), repetitions, warm_up=5
-        )
+        return medians(lambda: program(batch), lambda: files.module(batch), repetitions, warm_up=5)
 
 
 def report(case: str, files: Files, ours_s: float, rival_s: float) -> None:
