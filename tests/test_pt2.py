@@ -285,9 +285,9 @@ def test_the_file_says_what_it_was_made_of_and_nothing_else(tmp_path: Path) -> N
     model = two(nn.ReLU(), 1)
     path = tmp_path / "net.pt2"
     exported(model, (4, 8, 8), path)
-    notes = {"pwfn.json": ""}
+    notes = {"provenance.json": ""}
     torch.export.load(path, extra_files=notes)
-    assert json.loads(notes["pwfn.json"]) == {
+    assert json.loads(notes["provenance.json"]) == {
         "pwfn_version": __version__,
         "pwfn_content_sha256": as_it_is(model).content_sha256(),
         "pwfn_method": "",

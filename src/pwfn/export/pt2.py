@@ -60,7 +60,7 @@ def to_pt2(compressed: Compressed, model: nn.Module, example: Tensor, path: str 
     """
     path = Path(path)
     reference = Reference.of(compressed, model, example, "pt2")
-    notes = {"pwfn.json": json.dumps(provenance(compressed))}
+    notes = {"provenance.json": json.dumps(provenance(compressed))}
     whole, batch = _program(reference)
     pruned: Pruned | None = None
     kept_because = ""
