@@ -281,6 +281,18 @@ def test_the_vgg_of_the_gallery(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.load(tmp_path / "found.pt"), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_the_command_says_why_nothing_was_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> Any:
+        raise RuntimeError("there is no graph\nand a long trace")
+
+    monkeypatch.setattr(pt2, "_changes", fails)
+    as_it_is(digits_resnet()).save(tmp_path / "net.pwfn", record={"model": "digits_resnet"})
+    facts = from_file(tmp_path / "net.pwfn", "pt2")
+    assert facts["path"] == str(tmp_path / "net.pt2")
+    assert (facts["filters"], facts["dropped"]) == (None, 0)
+    assert facts["sentence"].endswith("; filters could not be dropped (there is no graph)")
+
+
 def test_the_file_says_what_it_was_made_of_and_nothing_else(tmp_path: Path) -> None:
     model = two(nn.ReLU(), 1)
     path = tmp_path / "net.pt2"
@@ -330,6 +342,15 @@ def test_networks_that_cannot_be_exported(forward: Any, words: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_quantised_activations_are_refused(tmp_path: Path) -> None:
+    model = two(nn.ReLU(), 1)
+    compressed = as_it_is(model)
+    compressed.record["activations"] = {}
+    with pytest.raises(PwfnError, match="activations, which are not written to pt2: export it to safetens"):
+        to_pt2(compressed, model, torch.zeros(2, 4, 8, 8), tmp_path / "net.pt2")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_whole_program_that_differs_leaves_the_old_file(
