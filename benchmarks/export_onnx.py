@@ -1,4 +1,4 @@
-"""Palette ONNX against the fp32 ONNX of the same network: latency, time to load, and bytes.
+"""Exported files against the fp32 ONNX and the torch model of the same network: latency, load, bytes.
 
     python benchmarks/export_onnx.py [--quick]
     python benchmarks/export_onnx.py --file FILE --model cifar_vgg16 --threads 1
@@ -7,7 +7,8 @@ One JSON line per case. ``ratio`` is ours over the rival's, in the same run, rep
 repetition in turn; times are medians. (A file named ``onnx.py`` would hide the package.)
 
 Networks have random weights, unless ``--file`` names a .pwfn file. Ours drops filters that are zero, and the
-rival computes them.
+rival computes them. Ours is palette ONNX against the fp32 ONNX, and the torch program (pt2) against the model
+itself in torch.
 """
 
 from __future__ import annotations
@@ -34,27 +35,30 @@ import torch
 from torch import Tensor, nn
 
 from pwfn import Compressed, Config, GaussianNetwork, load
-from pwfn.export import OnnxExport, to_onnx
+from pwfn.export import OnnxExport, ProgramExport, to_onnx, to_pt2
 from pwfn.zoo import models
 
 NETWORKS = ("mobilenetv2_100", "resnet18", "deit_tiny_patch16_224")
 RIVAL = "torch.onnx.export with its defaults, fp32"
+TORCH_RIVAL = "the dense model in torch, eager, fp32"
 
 
 @dataclass(frozen=True)
 class Files:
-    """The same network twice."""
+    """The same network four times: ours and a rival, for onnxruntime and for torch."""
 
     ours: OnnxExport
     theirs: Path
     theirs_bytes: int  # graph and weights, which the exporter may put in a second file
     batch: Tensor
     threads: int
+    program: ProgramExport
+    module: nn.Module  # the dense model in torch
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Palette ONNX against fp32 ONNX.")
+    parser = argparse.ArgumentParser(description="Exported files against dense ones.")
     parser.add_argument("--quick", action="store_true", help="one network only, few repetitions")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--file", type=Path, help="a .pwfn file to export, with --model")
@@ -66,12 +70,17 @@ def main() -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
+            torch.set_num_threads(options.threads)
             model = models.create(name)
             compressed = load(options.file) if options.file else random_weights(model)
             files = exported(name, model, compressed, Path(folder), options.threads)
             case = options.file.name if options.file else name
-            report(f"{case} latency", files, *latencies(files, 20 if options.quick else 150))
+            repetitions = 20 if options.quick else 150
+            report(f"{case} latency", files, *latencies(files, repetitions))
             report(f"{case} session load", files, *loads(files, 3 if options.quick else 9))
+            for size in (1, 32):
+                times = torch_latencies(files, size, max(5, repetitions // size))
+                report_program(f"{case} torch latency, batch of {size}", files, *times)
 
 
 def random_weights(model: nn.Module) -> Compressed:
@@ -92,7 +101,9 @@ def exported(name: str, model: nn.Module, compressed: Compressed, folder: Path, 
     theirs.parent.mkdir()
     dense_onnx(compressed, model, torch.randn(2, *shape), theirs)
     size = sum(file.stat().st_size for file in theirs.parent.iterdir())
-    return Files(ours, theirs, size, torch.randn(1, *shape), threads)
+    program = to_pt2(compressed, model, torch.zeros(2, *shape), folder / "ours.pt2")
+    module = compressed.apply_to(model).eval()
+    return Files(ours, theirs, size, torch.randn(1, *shape), threads, program, module)
 
 
 def randomise_norms(model: nn.Module) -> None:
@@ -156,21 +167,48 @@ def medians(
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
+def torch_latencies(files: Files, size: int, repetitions: int) -> tuple[float, float]:
+    """Median seconds of a batch in torch, the program and the dense model."""
+    program = torch.export.load(files.program.path).module()
+    batch = files.batch.expand(size, *files.batch.shape[1:]).contiguous()
+    with torch.inference_mode():
+        return medians(lambda: program(batch), lambda: files.module(batch), repetitions, warm_up=5)
+
+
 def report(case: str, files: Files, ours_s: float, rival_s: float) -> None:
     """One JSON line."""
-    line = {
+    line(case, files, files.ours, RIVAL, files.theirs_bytes, ours_s, rival_s)
+
+
+def report_program(case: str, files: Files, ours_s: float, rival_s: float) -> None:
+    """One JSON line; the bytes of the rival are those of its tensors."""
+    size = sum(tensor.nbytes for tensor in files.module.state_dict().values())
+    line(case, files, files.program, TORCH_RIVAL, size, ours_s, rival_s)
+
+
+def line(
+    case: str,
+    files: Files,
+    ours: OnnxExport | ProgramExport,
+    rival: str,
+    rival_bytes: int,
+    ours_s: float,
+    rival_s: float,
+) -> None:
+    """Print it."""
+    facts = {
         "case": case,
         "ratio": ours_s / rival_s,
         "ours_s": ours_s,
         "rival_s": rival_s,
-        "rival": RIVAL,
-        "ours_bytes": files.ours.file_bytes,
-        "rival_bytes": files.theirs_bytes,
-        "bytes_ratio": files.ours.file_bytes / files.theirs_bytes,
-        "filters": files.ours.filters,
-        "dropped": files.ours.dropped,
-        "largest_error": files.ours.largest_error,
-        "largest_output": files.ours.largest_output,
+        "rival": rival,
+        "ours_bytes": ours.file_bytes,
+        "rival_bytes": rival_bytes,
+        "bytes_ratio": ours.file_bytes / rival_bytes,
+        "filters": ours.filters,
+        "dropped": ours.dropped,
+        "largest_error": ours.largest_error,
+        "largest_output": ours.largest_output,
         "device": f"{platform.machine()} CPU, {files.threads} threads",
         "versions": {
             "torch": torch.__version__,
@@ -178,7 +216,7 @@ def report(case: str, files: Files, ours_s: float, rival_s: float) -> None:
             "onnxruntime": onnxruntime.__version__,
         },
     }
-    print(json.dumps(line), flush=True)
+    print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -265,6 +265,16 @@ def test_export_to_onnx(
     assert facts["largest_error"] <= 1e-5 * max(1.0, facts["largest_output"])
 
 
+def test_export_to_pt2(call: Call, saved: dict[str, Path], tmp_path: Path) -> None:
+    target = tmp_path / "net.pt2"
+    status, out, err = call("export", str(saved["named"]), "--to", "pt2", "--out", str(target))
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{target}: {target.stat().st_size:,} bytes, weights in fp32; outputs differ")
+    batch = torch.randn(3, 1, 8, 8)
+    wanted = pwfn.load(saved["named"]).apply_to(digits_resnet()).eval()(batch)
+    torch.testing.assert_close(torch.export.load(target).module()(batch), wanted)
+
+
 # Mistakes
 
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
@@ -280,6 +290,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("export", "{named}", "--to", "onnx", "--input-shape", "1x8x8"), "'1x8x8'"),
     (("export", "{named}", "--to", "onnx", "--input-shape", "2,8,8"), "SmallResNet"),
     (("export", "{named}", "--to", "onnx", "--dtype", "bf16"), "'bf16'"),
+    (("export", "{named}", "--to", "pt2", "--dtype", "bf16"), "'bf16'"),
     (("export", "{named}", "--to", "torch", "--model", "resnet18"), "--model"),
     (("export", "{unnamed}", "--to", "onnx"), "--model"),
     (("export", "{named}", "--to", "torch", "--out", "{missing}/net.pt"), "{missing}/net.pt"),

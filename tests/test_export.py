@@ -28,7 +28,7 @@ from pwfn import (
     __version__,
     load,
 )
-from pwfn.export import from_file, to_onnx, to_safetensors, to_torch
+from pwfn.export import from_file, reference, to_onnx, to_safetensors, to_torch
 from pwfn.export import onnx as module_under_test
 from pwfn.layout import untouched
 from pwfn.zoo.models import create, digits_resnet
@@ -347,8 +347,8 @@ def test_a_difference_from_torch_leaves_the_old_file(
 
 def test_the_check_sees_another_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """3×1×20 less 3×20 would be 3×3×20: shapes must agree before numbers are compared."""
-    original = module_under_test._output
-    monkeypatch.setattr(module_under_test, "_output", lambda *args: original(*args)[:, None])
+    original = reference._output
+    monkeypatch.setattr(reference, "_output", lambda *args: original(*args)[:, None])
     model = Odd(lambda x: x)
     with pytest.raises(PwfnError, match=r"^for a batch of 3 .* \(3, 20\) .* \(3, 1, 20\)"):
         to_onnx(fixed(model), model, torch.zeros(2, 20), tmp_path / "net.onnx")
@@ -505,7 +505,8 @@ def test_a_graph_names_what_it_was_made_of(digits: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("to", "ending"), [("safetensors", ".safetensors"), ("torch", ".pt"), ("onnx", ".onnx")]
+    ("to", "ending"),
+    [("safetensors", ".safetensors"), ("torch", ".pt"), ("onnx", ".onnx"), ("pt2", ".pt2")],
 )
 def test_the_target_lies_beside_the_file_unless_named(digits: Path, to: str, ending: str) -> None:
     facts = from_file(digits, to)
@@ -548,16 +549,18 @@ def test_a_file_may_not_choose_code_to_run(digits: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"to": "tflite"}, "target 'tflite' is unknown: allowed is one of onnx, safetensors, torch"),
+        ({"to": "tflite"}, "target 'tflite' is unknown: allowed is one of onnx, pt2, safetensors, torch"),
         ({"to": "onnx", "dtype": "bf16"}, "dtype 'bf16' is for safetensors and torch"),
-        ({"to": "torch", "model": "resnet18"}, "--model and --input-shape are for onnx"),
-        ({"to": "torch", "input_shape": "1,8,8"}, "--model and --input-shape are for onnx"),
+        ({"to": "pt2", "dtype": "fp16"}, "dtype 'fp16' is for safetensors and torch: pt2 is always fp32"),
+        ({"to": "torch", "model": "resnet18"}, "--model and --input-shape are for onnx and pt2"),
+        ({"to": "torch", "input_shape": "1,8,8"}, "--model and --input-shape are for onnx and pt2"),
         ({"to": "onnx", "model": "resnet19"}, "model 'resnet19' is not known to pwfn, timm or torchvision"),
         ({"to": "onnx", "model": "cifar_resnet20"}, "the model does not match: conv1.weight is 16×3×3×3"),
         ({"to": "onnx", "input_shape": "1,eight,8"}, "input shape '1,eight,8' is not a list of whole"),
         ({"to": "onnx", "input_shape": "1,0,8"}, "input shape '1,0,8' is not a list of whole numbers"),
         ({"to": "onnx", "input_shape": ""}, "input shape '' is not a list of whole numbers"),
         ({"to": "onnx", "input_shape": "3,8,8"}, "SmallResNet cannot run on an input of shape 3×3×8×8"),
+        ({"to": "pt2", "input_shape": "3,8,8"}, "SmallResNet cannot run on an input of shape 3×3×8×8"),
     ],
 )
 def test_mistakes(digits: Path, arguments: dict[str, str], words: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pwfn import Compressed, Layout
 from pwfn.export import from_file, to_onnx
-from pwfn.export.onnx import _exported, _optimised
+from pwfn.export.onnx import _exported, optimised
 from pwfn.export.prune import Pruned, prune
 from pwfn.layout import untouched
 from pwfn.zoo.models import digits_resnet
@@ -110,7 +110,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def exported(model: nn.Module, shape: tuple[int, ...]) -> ModelProto:
     names = {name for name, _ in model.named_parameters()}
-    return _optimised(_exported(model.eval(), torch.zeros(2, *shape)), names)
+    return optimised(_exported(model.eval(), torch.zeros(2, *shape)), names)
 
 
 @functools.cache

@@ -37,7 +37,7 @@ AsJson = Annotated[bool, _option(RUN, "Print one JSON object instead of text.", 
 Device = Annotated[str | None, _option(RUN, "cpu, cuda, cuda:1, …; default: CUDA if there is a GPU.")]
 File = Annotated[Path, typer.Argument(help="A .pwfn file.")]
 Holdout = Annotated[int, _option(DATA, "Score on this many held-out training images.", min=0)]
-_SHAPE = "Shape of one input, such as 3,224,224, if the model does not tell; for ONNX and costs."
+_SHAPE = "Shape of one input, such as 3,224,224, if the model does not tell; for ONNX, pt2 and costs."
 InputShape = Annotated[str | None, _option(DATA, _SHAPE)]
 Limit = Annotated[int | None, _option(DATA, "Train on this many images only.", min=1)]
 _METHODS = "pwfn (default), wfn, lsq, lsq+, apot, q-vit, kmeans, baseline, or python:FILE:CLASS."
@@ -63,6 +63,7 @@ class Target(StrEnum):
     """What can be exported."""
 
     ONNX = "onnx"
+    PT2 = "pt2"
     SAFETENSORS = "safetensors"
     TORCH = "torch"
 
@@ -364,15 +365,13 @@ def verify(
 def export(
     file: File,
     to: Annotated[Target, typer.Option(help="What to write.")],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: FILE with another suffix.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of dense weights: fp32, bf16 or fp16.")] = "fp32",
+    out: Annotated[Path | None, typer.Option(help="The file; default: FILE with another suffix.")] = None,
+    dtype: Annotated[str, typer.Option(help="For safetensors and torch: fp32, bf16 or fp16.")] = "fp32",
     model: Unnamed = None,
     input_shape: InputShape = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a file for other programs: ONNX with palettes, dense safetensors, or a torch state dict."""
+    """Write a file for other programs: ONNX, a torch program (pt2), dense safetensors, or a state dict."""
     from pwfn import export as job
 
     _find_methods()

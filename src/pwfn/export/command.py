@@ -1,4 +1,4 @@
-"""Exports a .pwfn file to any target; the model for ONNX is found by its name."""
+"""Exports a .pwfn file to any target; the model for a graph is found by its name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from pwfn.errors import PwfnError
 from pwfn.export.dense import to_safetensors, to_torch
 from pwfn.export.onnx import to_onnx
+from pwfn.export.pt2 import to_pt2
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.zoo import models
 
-_ENDINGS = {"onnx": ".onnx", "safetensors": ".safetensors", "torch": ".pt"}
+_ENDINGS = {"onnx": ".onnx", "pt2": ".pt2", "safetensors": ".safetensors", "torch": ".pt"}
+_GRAPHS = ("onnx", "pt2")
 
 
 def from_file(
@@ -29,16 +31,16 @@ def from_file(
     """Export a file and return the facts, with a sentence as text among them."""
     if to not in _ENDINGS:
         raise PwfnError(f"target {to!r} is unknown: allowed is one of {', '.join(_ENDINGS)}")
-    if to == "onnx" and dtype != "fp32":
-        raise PwfnError(f"dtype {dtype!r} is for safetensors and torch: an ONNX palette is always fp32")
-    if to != "onnx" and (model is not None or input_shape is not None):
-        raise PwfnError(f"--model and --input-shape are for onnx: {to} needs neither")
+    if to in _GRAPHS and dtype != "fp32":
+        raise PwfnError(f"dtype {dtype!r} is for safetensors and torch: {to} is always fp32")
+    if to not in _GRAPHS and (model is not None or input_shape is not None):
+        raise PwfnError(f"--model and --input-shape are for onnx and pt2: {to} needs neither")
     target = Path(out) if out else Path(str(file).removesuffix(".pwfn") + _ENDINGS[to])
     if target.exists() and Path(file).exists() and target.samefile(file):
         raise PwfnError(f"{target} is the file itself: name another with --out")
     compressed = load(file)
-    if to == "onnx":
-        facts, sentence = _onnx(compressed, target, model, input_shape)
+    if to in _GRAPHS:
+        facts, sentence = _graph(compressed, to, target, model, input_shape)
     else:
         write = to_safetensors if to == "safetensors" else to_torch
         exactness = write(compressed, target, dtype)
@@ -52,21 +54,24 @@ def from_file(
     }
 
 
-def _onnx(
-    compressed: Compressed, target: Path, name: str | None, shape: str | None
+def _graph(
+    compressed: Compressed, to: str, target: Path, name: str | None, shape: str | None
 ) -> tuple[dict[str, Any], str]:
     name = name or models.recorded(compressed.record)
     module = models.create(name, classes=models.recorded_classes(compressed.record))
     sizes = input_sizes(shape) if shape is not None else models.input_shape(name, module)
     if sizes is None:
         raise PwfnError(f"the input of {name!r} is not known: give its shape with --input-shape 3,224,224")
-    done = to_onnx(compressed, module, torch.zeros(2, *sizes), target)
-    names = ("palettes", "largest_error", "largest_output", "filters", "dropped")
-    facts = {name: getattr(done, name) for name in names}
-    dropped = f"; {done.dropped:,} of {done.filters:,} filters were dropped" if done.dropped else ""
+    write = to_onnx if to == "onnx" else to_pt2
+    done = write(compressed, module, torch.zeros(2, *sizes), target)
+    facts = {name: fact for name, fact in vars(done).items() if name not in ("path", "file_bytes")}
+    kind = f"{facts['palettes']} tensors as palette and indices" if to == "onnx" else "weights in fp32"
+    filters = f"; {done.dropped:,} of {done.filters:,} filters were dropped" if done.dropped else ""
+    if facts.get("kept_because"):
+        filters = f"; filters could not be dropped ({facts['kept_because']})"
     return facts, (
-        f", {done.palettes} tensors as palette and indices; outputs differ from torch by at most "
-        f"{done.largest_error:.2g}, the largest output is {done.largest_output:.2g}{dropped}"
+        f", {kind}; outputs differ from torch by at most {done.largest_error:.2g}, the largest output is "
+        f"{done.largest_output:.2g}{filters}"
     )
 
 

@@ -15,6 +15,7 @@ depthwise ones, weights that two layers share, and every operator that is not na
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,9 +66,12 @@ class _Reach:
     readers: list[_Layer] = field(default_factory=list)
 
 
-def prune(proto: onnx.ModelProto) -> Pruned:
-    """Drop filters in place until there are none to drop; every layer keeps at least one."""
-    graph = _Graph(proto)
+def prune(proto: onnx.ModelProto, kept: Collection[str] = ()) -> Pruned:
+    """Drop filters in place until there are none to drop; every layer keeps at least one.
+
+    The constants in ``kept`` are not cut.
+    """
+    graph = _Graph(proto, set(kept))
     before = graph.filters()
     # A graph inside an operator may read any tensor.
     nested = any(attribute.HasField("g") for node in graph.nodes for attribute in node.attribute)
@@ -80,9 +84,10 @@ def prune(proto: onnx.ModelProto) -> Pruned:
 class _Graph:
     """A graph with its constants as arrays, each of which only one operator reads."""
 
-    def __init__(self, proto: onnx.ModelProto) -> None:
+    def __init__(self, proto: onnx.ModelProto, kept: set[str]) -> None:
         from onnx import numpy_helper, shape_inference
 
+        self.kept = kept
         self.proto, self.nodes, self.summed = proto, proto.graph.node, dict[str, int]()
         self.constants = {item.name: numpy_helper.to_array(item) for item in proto.graph.initializer}
         inferred = shape_inference.infer_shapes(proto).graph.value_info
@@ -153,7 +158,7 @@ class _Graph:
         """Follow the output of a layer; None if its channels reach anything that is left alone."""
         weights, name = self.constants[layer.weight], layer.node.output[0]
         linear = layer.node.op_type == "MatMul"  # its channels are on the last axis
-        if linear and name not in self.shapes:
+        if (linear and name not in self.shapes) or {layer.weight, *layer.node.input} & self.kept:
             return None
         rank = len(self.shapes[name]) if linear else weights.ndim
         shape = [1] * rank
@@ -168,6 +173,8 @@ class _Graph:
                 continue
             reader, x = self.layer(node), reach.tensors[inside[0]]
             if inside != [node.input[0]] and node.op_type not in _ELEMENTWISE:
+                return None
+            if {reader.weight if reader else "", *node.input} & self.kept:
                 return None
             if reader is not None:
                 if x.axis != (x.value.ndim - 1 if node.op_type == "MatMul" else 1):
