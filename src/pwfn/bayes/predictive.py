@@ -6,6 +6,7 @@ with every weight at its centre: one number per tensor, in a file one byte each.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -321,7 +322,10 @@ def _parts(batch: Batch, count: int) -> Iterator[Batch]:
 def _divided(source: Source) -> tuple[Iterator[Batch], list[Batch]]:
     """Batches for the fit, without end, and others for the check; of one batch, a half each."""
     batches, check = source.batches(0), []
-    length = len(source.loader) if isinstance(source.loader, Sized) else 0
+    length = 0
+    if isinstance(source.loader, Sized):
+        with contextlib.suppress(TypeError):  # a DataLoader over a data set without a length
+            length = len(source.loader)
     for batch in batches:
         check.append(batch)
         if sum(each.size for each in check) >= _CHECK_EXAMPLES:
