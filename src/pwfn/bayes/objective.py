@@ -30,9 +30,11 @@ class Objective:
     loss_fn: LossFn
     teacher: Callable[..., Any] | None = None
 
-    def compiled(self) -> Objective:
-        """The same with the teacher through ``torch.compile``."""
-        return self if self.teacher is None else replace(self, teacher=Compiled(self.teacher))
+    def compiled(self, model: nn.Module) -> tuple[Compiled, Objective]:
+        """The model through ``torch.compile``, and the objective with the teacher so."""
+        found = Compiled(model)
+        taught = self if self.teacher is None else replace(self, teacher=Compiled(self.teacher, found))
+        return found, taught
 
     def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
         """The loss of a batch."""
