@@ -266,11 +266,14 @@ class _Fit:
             with autocast(self.net.device, self.precision):
                 output = batch.through(self.net, self.target.name)
             try:
-                logs.append(self.likelihood(output, batch.target))
+                found = self.likelihood(output, batch.target)
             except BATCH_ERRORS as error:
                 raise DataError(
                     f"{self.target.name}: the likelihood cannot take output and target: {cause(error)}"
                 ) from error
+            if not isinstance(found, Tensor) or found.shape[:1] != (batch.size,):
+                raise DataError(f"{self.target.name}: the likelihood is not one number for each example")
+            logs.append(found)
         return torch.stack(logs).logsumexp(0) - math.log(len(logs))
 
     def _noise(self, what: str, number: int, draws: int) -> list[Tensor]:
