@@ -231,8 +231,8 @@ def mixed() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("epochs", [0.0, 0.05, 0.5])
-@pytest.mark.parametrize("target", [2600, 5000, 12_000, 24_000, 10**7])
+@pytest.mark.parametrize("epochs", [0.0, 0.5])
+@pytest.mark.parametrize("target", [2600, 12_000, 24_000, 10**7])
 def test_a_target_is_met_by_a_run_of_any_length(target, epochs):
     """Also at 8 bits per weight, where a wider zero bin takes next to nothing away, with a posterior."""
     data = digits(batch_size=32)
@@ -252,6 +252,17 @@ def test_two_targets_are_both_met():
     assert 1.3 < result.summary.whole.entropy_bits <= 1.5
 
 
+def test_a_layer_that_became_zero_is_named():
+    """One grid for all: a small layer without BatchNorm is lost beside a large one."""
+    model = linear()
+    with torch.no_grad():
+        model[3].weight.div_(1e4)
+    net = RateNetwork(model, SMALL.override({"target.bytes": 5000}))
+    net.fix(1.0)
+    assert sum("3.weight" in note for note in net.notes) == 1
+    assert not any("1.weight" in note for note in net.notes)
+
+
 def test_one_huge_weight_does_not_decide_the_step_alone():
     model = mixed()
     with torch.no_grad():
@@ -264,7 +275,7 @@ def test_one_huge_weight_does_not_decide_the_step_alone():
 def test_other_types_of_numbers(dtype):
     torch.manual_seed(0)
     model = convolutional().to(dtype)
-    data = [(x.to(dtype), y) for x, y in digits(batch_size=32).train][:20]
+    data = [(x.to(dtype), y) for x, y in digits(batch_size=32).train][:8]
     config = SMALL.override({"target.bits": 2.0, "schedule.epochs_per_round": [1.0]})
     result = pwfn.compress(model, data, data, config)
     assert result.after.loss == pytest.approx(result.before.loss, rel=0.1)

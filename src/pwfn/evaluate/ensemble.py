@@ -132,7 +132,7 @@ def ensemble(
     Predictions(examples=5, classes=2, samples=6)
     """
     several = not isinstance(compressed, Compressed)
-    members = list(compressed) if isinstance(compressed, (list, tuple)) else [compressed]
+    members = list(compressed) if isinstance(compressed, Sequence) else [compressed]
     models = [model] * len(members) if isinstance(model, nn.Module) else list(model)
     if samples < (0 if several else 1):
         raise DataError(f"samples is {samples}: allowed is at least {0 if several else 1}")

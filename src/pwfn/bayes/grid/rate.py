@@ -196,7 +196,8 @@ class RateNetwork(Method):
             self._measure(rounded, _bytes(self._fit_tables(rounded), rounded))
             self._meet_target()
             final = self.levels
-            self.notes = self._cut(int(((rounded != 0) & (final == 0)).sum()), self._grid / step)
+            zeros = int(((rounded != 0) & (final == 0)).sum())
+            self.notes = self._cut(zeros, self._grid / step) + self._dead(before)
             self._measure(final, _bytes(self._fit_tables(final), final))
             self.fixed.fill_(True)
             moves = relative_moves(before, self.levels * self._grid)
@@ -370,6 +371,13 @@ class RateNetwork(Method):
             f"{done} after training to meet the target, which costs accuracy: train longer "
             "(schedule.epochs_per_round), or give a larger target",
         )
+
+    def _dead(self, before: Tensor) -> tuple[str, ...]:
+        """The layers that are zero now, and were not: on one grid for all, theirs were small weights."""
+        pieces = zip(self.layout.entries, *map(self.layout.pieces, (before, self.levels)), strict=True)
+        names = [e.name for e, one, now in pieces if len(e.shape) > 1 and one.any() and not now.any()]
+        more = f" and of {len(names) - 1} more layers" if len(names) > 1 else ""
+        return (f"every weight of {names[0]}{more} is zero in the file",) if names else ()
 
     def _zeroed(self, below: float) -> Tensor:
         return torch.where(self.levels.abs() < below, 0.0, self.levels.round())
