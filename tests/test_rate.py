@@ -539,10 +539,11 @@ def test_variants_draw_in_training_and_round_otherwise(variant):
     assert bool((values == values.round()).all())
 
 
-def test_rounds_keep_what_is_fixed():
-    net = rate_variants.Rounds(
-        conv(), SMALL.override({"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 1.0})
-    )
+@pytest.mark.parametrize("target", [{}, {"target.bits": 1.0}])
+def test_rounds_keep_what_is_fixed(target):
+    """Also where that misses the target."""
+    rounds = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 1.0}
+    net = rate_variants.Rounds(conv(), SMALL.override({**rounds, **target}))
     assert net.fix(0.5).fixed == net.layout.size / 2
     kept = net.values[net.mask].clone()
     with torch.no_grad():
