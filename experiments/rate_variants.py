@@ -75,9 +75,9 @@ class Rounds(RateNetwork):
             self.levels.copy_(torch.where(self.mask, self.values, self.levels))
         return super().weights()
 
-    def _within_target(self) -> Tensor:
-        """As they are: a wider zero bin would move weights that are fixed."""
-        return self.levels.round()
+    def _meet_target(self) -> None:
+        """As they are: a wider zero bin or another step would move weights that are fixed."""
+        self.levels.copy_(self.levels.round())
 
     def fix(self, fraction: float) -> FixRecord:
         """Those nearest to a whole number."""

@@ -375,6 +375,24 @@ def test_several_networks_need_a_model_each() -> None:
             ensemble(networks, models, LOADER)
 
 
+def test_networks_that_cannot_vote_together() -> None:
+    model, other = nn.Linear(4, 2), nn.Linear(4, 5)
+    inputs = [numbers(8, 4)]
+    with pytest.raises(DataError, match="5 classes and the first 2"):
+        ensemble([compressed_of(model), compressed_of(other)], [model, other], inputs)
+    for wrong in ("a.pwfn", ["a.pwfn", "b.pwfn"]):
+        with pytest.raises(DataError, match=r"pwfn\.load"):
+            ensemble(wrong, model, inputs)  # type: ignore[arg-type]
+
+
+def test_a_tensor_of_inputs_is_enough() -> None:
+    model, inputs = network(), numbers(600, 4)
+    whole = point(model, [inputs]).probabilities
+    torch.testing.assert_close(point(model, inputs).probabilities, whole)
+    centres = ensemble([SMALL, SMALL], model, inputs, 0).probabilities
+    torch.testing.assert_close(centres, point(model, [inputs]).probabilities)
+
+
 def test_several_files_are_assessed_with_their_bytes_together(tmp_path: Path, call: Any) -> None:
     paths = [tmp_path / "a.pwfn", tmp_path / "b.pwfn"]
     for seed, path in enumerate(paths):

@@ -230,3 +230,10 @@ def test_a_file_gets_a_posterior_by_command(tmp_path: Path, call: Any) -> None:
     assert call(*words, "--out", str(tmp_path / "again.pwfn"))[0] == 0
     assert (tmp_path / "again.pwfn").read_bytes() == new.read_bytes()
     assert "posterior: tensor" in call("inspect", str(new), "--no-zstd")[1]
+
+
+def test_a_likelihood_is_one_number_for_each_example() -> None:
+    model = nn.Linear(2, 1)
+    data = [(torch.ones(8, 2), torch.ones(8, 1)) for _ in range(4)]
+    with pytest.raises(DataError, match="each example"):
+        fit_posterior(compressed_of(model), model, data, log_likelihood=lambda z, y: -(z - y).square().mean())

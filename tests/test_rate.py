@@ -16,6 +16,7 @@ import pwfn
 from pwfn import Config, ConfigError, WeightError, report
 from pwfn.bayes.grid import rate
 from pwfn.bayes.grid.rate import RateNetwork
+from pwfn.errors import DivergedError
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
@@ -220,6 +221,113 @@ def test_a_target_is_met_at_the_end_even_without_training():
     assert 0.9 * 8000 < coded + rate._SCORE_BYTES <= 8000
 
 
+def mixed() -> nn.Module:
+    """For images of 8 × 8: no BatchNorm, a depthwise and a grouped convolution; 14 tensors."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.Conv2d(32, 32, 3, groups=32),
+        nn.GELU(), nn.Conv2d(32, 64, 3, groups=4), nn.Flatten(), nn.LayerNorm(1024), nn.Linear(1024, 16),
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("epochs", [0.0, 0.5])
+@pytest.mark.parametrize("target", [2600, 12_000, 24_000, 10**7])
+def test_a_target_is_met_by_a_run_of_any_length(target, epochs):
+    """Also at 8 bits per weight, where a wider zero bin takes next to nothing away, with a posterior."""
+    data = digits(batch_size=32)
+    config = SMALL.override({"target.bytes": target, "schedule.epochs_per_round": [epochs]})
+    result = pwfn.compress(mixed(), data.train, data.test, config)
+    size = len(dumps(result.compressed))
+    assert min(0.85 * target, 20_000) < size <= target
+    assert result.target_met
+    assert result.rate_bytes == pytest.approx(size, rel=0.02, abs=80)
+
+
+def test_two_targets_are_both_met():
+    data = digits(batch_size=32)
+    config = SMALL.override({"target.bytes": 20_000, "target.bits": 1.5, "schedule.epochs_per_round": [2.0]})
+    result = pwfn.compress(mixed(), data.train, data.test, config)
+    assert result.target_met
+    assert 1.3 < result.summary.whole.entropy_bits <= 1.5
+
+
+def test_a_layer_that_became_zero_is_named():
+    """One grid for all: a small layer without BatchNorm is lost beside a large one."""
+    model = linear()
+    with torch.no_grad():
+        model[3].weight.div_(1e4)
+    net = RateNetwork(model, SMALL.override({"target.bytes": 5000}))
+    net.fix(1.0)
+    assert sum("3.weight" in note for note in net.notes) == 1
+    assert not any("1.weight" in note for note in net.notes)
+
+
+def test_one_huge_weight_does_not_decide_the_step_alone():
+    model = mixed()
+    with torch.no_grad():
+        model[5].weight[0, 0, 0, 0] = 1e5
+    net = RateNetwork(model, SMALL.override({"target.bytes": 12_000}))
+    assert entropy_bits(net.levels.detach().round()) > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_of_numbers(dtype):
+    torch.manual_seed(0)
+    model = convolutional().to(dtype)
+    data = [(x.to(dtype), y) for x, y in digits(batch_size=32).train][:8]
+    config = SMALL.override({"target.bits": 2.0, "schedule.epochs_per_round": [1.0]})
+    result = pwfn.compress(model, data, data, config)
+    assert result.after.loss == pytest.approx(result.before.loss, rel=0.1)
+    assert result.target_met
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+def test_a_loss_that_is_no_number_ends_the_run(steps):
+    data = Shuffled(steps)
+    data.batches[1][0][0] = math.nan
+    with pytest.raises(DivergedError):
+        pwfn.compress(normalised_classifier(), data, config=SHORT.override({"target.bits": 1.0}))
+
+
+class Several(nn.Module):
+    """Two outputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 32), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x).relu()
+        return {"scores": self.head(hidden), "hidden": hidden}
+
+
+def test_outputs_of_several_tensors():
+    """By a loss that takes them, and without labels."""
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output["scores"], target)
+
+    torch.manual_seed(0)
+    data, config = list(Shuffled()), SHORT.override({"target.bits": 2.0})
+    assert pwfn.compress(Several(), data, data, config, loss_fn).target_met
+    result = pwfn.compress(Several(), inputs := [x for x, _ in data], inputs, config)
+    assert 0 < result.after.loss < 0.1
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield torch.randn(6, generator=generator), 1
+
+
+def test_data_without_a_length():
+    loader = torch.utils.data.DataLoader(Endless(), batch_size=8)
+    config = SHORT.override({"target.bits": 1.0, "training.steps_per_epoch": 5})
+    assert pwfn.compress(normalised_classifier(), loader, config=config).epochs == 3
+
+
 def test_what_a_run_learns_survives_in_its_state(monkeypatch):
     monkeypatch.setattr(rate, "_REFRESH", 2)
     net = RateNetwork(conv(), SMALL.override({"target.bytes": 3000}))
@@ -372,7 +480,7 @@ def test_other_losses_are_distilled_by_the_squared_error():
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
     x = numbers(256, 4)
     data = [(part, model(part).detach()) for part in x.split(32)]
-    config = SMALL.override({"target.bits": 4.0, "schedule.epochs_per_round": [40.0]})
+    config = SMALL.override({"target.bits": 6.0, "schedule.epochs_per_round": [40.0]})
     result = pwfn.compress(model, data, data, config, F.mse_loss)
     spread = float(torch.cat([y for _, y in data]).var())
     assert result.after.loss < 0.05 * spread
@@ -431,10 +539,11 @@ def test_variants_draw_in_training_and_round_otherwise(variant):
     assert bool((values == values.round()).all())
 
 
-def test_rounds_keep_what_is_fixed():
-    net = rate_variants.Rounds(
-        conv(), SMALL.override({"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 1.0})
-    )
+@pytest.mark.parametrize("target", [{}, {"target.bits": 1.0}])
+def test_rounds_keep_what_is_fixed(target):
+    """Also where that misses the target."""
+    rounds = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 1.0}
+    net = rate_variants.Rounds(conv(), SMALL.override({**rounds, **target}))
     assert net.fix(0.5).fixed == net.layout.size / 2
     kept = net.values[net.mask].clone()
     with torch.no_grad():

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm, unfolded
 from pwfn.bayes.distributed import Distributed, distributed_for
-from pwfn.bayes.execution import Compiled
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
@@ -161,7 +160,7 @@ class Run:
         taught = Objective(divergence if classifies else relative_square, self.original)
         self.objective = taught if compare is None and config.training.distill else self.scored
         if config.training.compile:
-            self.net.compiled, self.objective = Compiled(self.net.model), self.objective.compiled()
+            self.net.compiled, self.objective = self.objective.compiled(self.net.model)
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)

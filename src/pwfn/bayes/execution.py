@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -33,21 +34,28 @@ class Compiled:
     """Calls a module by ``torch.compile`` for inputs of the shape that came first.
 
     Other shapes, such as the last batch of an epoch, would each take as long to compile: they are computed
-    as usual. So is everything once compiling has failed; a warning says why.
+    as usual. So is everything once compiling has failed, for this module or for the one ``beside`` it; a
+    warning says why.
 
-    >>> layer = nn.Linear(2, 2)
+    >>> layer = torch.nn.Linear(2, 2)
     >>> torch.equal(Compiled(layer)(torch.ones(1, 2)), layer(torch.ones(1, 2)))
     True
     """
 
-    def __init__(self, module: Callable[..., Any]) -> None:
-        self.module, self.failed = module, False
+    def __init__(self, module: Callable[..., Any], beside: Compiled | None = None) -> None:
+        self.module = module
+        self._failures: list[Exception] = [] if beside is None else beside._failures  # of both: one warning
         self._compiled: Callable[..., Any] | None = None
         self._shape: Any = None
         self._passes = 0
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of a network is not compiled."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether compiling has failed, here or beside."""
+        return bool(self._failures)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output."""
@@ -57,18 +65,23 @@ class Compiled:
         if self.failed or shape != self._shape or self._passes < _PLAIN_PASSES:
             self._passes += shape == self._shape
             return module(*args, **kwargs)
-        if self._compiled is None:
-            self._compiled = torch.compile(module, dynamic=False)
         try:
+            if self._compiled is None:
+                self._compiled = torch.compile(module, dynamic=False)
+                with warnings.catch_warnings():  # it asks weights that are no leaves for their gradients
+                    warnings.filterwarnings("ignore", "The .grad attribute")
+                    return self._compiled(*args, **kwargs)
             return self._compiled(*args, **kwargs)
         except RuntimeError as error:
-            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise
-            self.failed = True
+            own = ("torch._dynamo", "torch._inductor")
+            if self._compiled is not None and not type(error).__module__.startswith(own):
+                raise  # the module's own
+            self._failures.append(error)
+            inner = getattr(error, "inner_exception", None)
             LOGGER.warning(
                 "the model could not be compiled, so that steps take longer: %s. The result is the same; "
                 "training.compile = false silences this",
-                cause(error),
+                cause(inner if isinstance(inner, Exception) else error),
             )
             return module(*args, **kwargs)
 

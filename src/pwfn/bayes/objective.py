@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch
 from pwfn.bayes.execution import Compiled
+from pwfn.bayes.network import tensors_of
 from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
 
@@ -29,9 +30,11 @@ class Objective:
     loss_fn: LossFn
     teacher: Callable[..., Any] | None = None
 
-    def compiled(self) -> Objective:
-        """The same with the teacher through ``torch.compile``."""
-        return self if self.teacher is None else replace(self, teacher=Compiled(self.teacher))
+    def compiled(self, model: nn.Module) -> tuple[Compiled, Objective]:
+        """The model through ``torch.compile``, and the objective with the teacher so."""
+        found = Compiled(model)
+        taught = self if self.teacher is None else replace(self, teacher=Compiled(self.teacher, found))
+        return found, taught
 
     def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
         """The loss of a batch."""
@@ -191,17 +194,33 @@ def divergence(output: Tensor, reference: Tensor) -> Tensor:
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
 
 
-def relative_square(output: Tensor, reference: Tensor) -> Tensor:
+def relative_square(output: Any, reference: Any) -> Tensor:
     """Squared error in units of the reference's variance over the batch, ``mean (z' - z)^2 / var z``.
 
-    For outputs that are no class scores: 0.01 is what a fit with an R^2 of 0.99 leaves.
+    For outputs that are no class scores: 0.01 is what a fit with an R^2 of 0.99 leaves. Of an output of
+    several tensors, the mean.
 
     >>> z = torch.tensor([[0.0], [2.0]])
-    >>> relative_square(z + 0.5, z).item(), relative_square(8 * z + 4, 8 * z).item()
+    >>> relative_square(z + 0.5, z).item(), relative_square({"a": 8 * z + 4}, {"a": 8 * z}).item()
     (0.25, 0.25)
     """
-    z = reference.detach().float()
-    return (output.float() - z).square().mean() / spread(z).clamp(min=1e-30)
+    pairs = [(now.float(), z.detach().float()) for now, z in _numbers(output, reference)]
+    return torch.stack([F.mse_loss(now, z) / spread(z).clamp(min=1e-30) for now, z in pairs]).mean()
+
+
+def squared_error(output: Any, reference: Any) -> Tensor:
+    """The mean squared error; of an output of several tensors, the mean of theirs.
+
+    >>> squared_error((torch.ones(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(3))).item()
+    0.5
+    """
+    return torch.stack([F.mse_loss(now, z) for now, z in _numbers(output, reference)]).mean()
+
+
+def _numbers(output: Any, reference: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of two outputs that can be compared by their difference."""
+    pairs = zip(tensors_of(output), tensors_of(reference), strict=True)
+    return [(now, z) for now, z in pairs if z.is_floating_point() and z.numel()]
 
 
 def spread(z: Tensor) -> Tensor:
@@ -219,7 +238,7 @@ def comparison(batch: Batch | None, original: nn.Module) -> bool | LossFn:
     """
     if batch is None or batch.target is not None:
         return False
-    return is_logits(class_scores(batch.through(original, "val_loader, batch 1"))) or F.mse_loss
+    return is_logits(class_scores(batch.through(original, "val_loader, batch 1"))) or squared_error
 
 
 @contextmanager

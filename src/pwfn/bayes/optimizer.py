@@ -362,7 +362,10 @@ def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, alone: bool
         return optimizer
     groups = net.parameter_groups(**rates)
     if adamw:
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, **on_device(groups))
+        # In float16 torch's 1e-8 is zero, and so is the square of a small gradient: 0 / 0.
+        half = any(p.dtype == torch.float16 for group in groups for p in group["params"])
+        eps = torch.finfo(torch.float16).tiny if half else 1e-8
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=eps, **on_device(groups))
     return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, fused=fused(groups))
 
 

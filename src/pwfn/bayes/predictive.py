@@ -6,6 +6,7 @@ with every weight at its centre: one number per tensor, in a file one byte each.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -265,11 +266,14 @@ class _Fit:
             with autocast(self.net.device, self.precision):
                 output = batch.through(self.net, self.target.name)
             try:
-                logs.append(self.likelihood(output, batch.target))
+                found = self.likelihood(output, batch.target)
             except BATCH_ERRORS as error:
                 raise DataError(
                     f"{self.target.name}: the likelihood cannot take output and target: {cause(error)}"
                 ) from error
+            if not isinstance(found, Tensor) or found.shape[:1] != (batch.size,):
+                raise DataError(f"{self.target.name}: the likelihood is not one number for each example")
+            logs.append(found)
         return torch.stack(logs).logsumexp(0) - math.log(len(logs))
 
     def _noise(self, what: str, number: int, draws: int) -> list[Tensor]:
@@ -321,7 +325,10 @@ def _parts(batch: Batch, count: int) -> Iterator[Batch]:
 def _divided(source: Source) -> tuple[Iterator[Batch], list[Batch]]:
     """Batches for the fit, without end, and others for the check; of one batch, a half each."""
     batches, check = source.batches(0), []
-    length = len(source.loader) if isinstance(source.loader, Sized) else 0
+    length = 0
+    if isinstance(source.loader, Sized):
+        with contextlib.suppress(TypeError):  # a DataLoader over a data set without a length
+            length = len(source.loader)
     for batch in batches:
         check.append(batch)
         if sum(each.size for each in check) >= _CHECK_EXAMPLES:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.batches import Batch, Source
+from pwfn.bayes.batches import Batch, Source, batched
 from pwfn.bayes.distributed import usable_device
 from pwfn.bayes.objective import evaluating, logits
 from pwfn.errors import ConfigError, DataError
@@ -97,7 +97,7 @@ def point(
     >>> found.mutual_information.tolist()
     [0.0, 0.0, 0.0]
     """
-    return _mean([(model, 1)], Source(name, loader, _placed(model, device)))
+    return _mean([(model, 1)], Source(name, batched(loader), _placed(model, device)))
 
 
 def ensemble(
@@ -132,7 +132,7 @@ def ensemble(
     Predictions(examples=5, classes=2, samples=6)
     """
     several = not isinstance(compressed, Compressed)
-    members = [compressed] if isinstance(compressed, Compressed) else list(compressed)
+    members = list(compressed) if isinstance(compressed, Sequence) else [compressed]
     models = [model] * len(members) if isinstance(model, nn.Module) else list(model)
     if samples < (0 if several else 1):
         raise DataError(f"samples is {samples}: allowed is at least {0 if several else 1}")
@@ -140,9 +140,12 @@ def ensemble(
         raise DataError(
             f"there are {len(members)} networks and {len(models)} models: give one model for each"
         )
+    for each in members:
+        if not isinstance(each, Compressed):
+            raise DataError(f"a network is a {type(each).__name__}: allowed is what pwfn.load returns")
     places = [_placed(each, device) for each in models]
     scaled = [_scaled(member, sigma_scale) for member in members]
-    source = Source(name, loader, places[0])
+    source = Source(name, batched(loader), places[0])
     points = {n for n, one in enumerate(members) if not samples or (several and one.posterior == "none")}
 
     def predictors() -> Iterator[tuple[nn.Module, int]]:
@@ -194,6 +197,8 @@ def _mean(networks: Iterable[tuple[nn.Module, int]], source: Source) -> Predicti
     log_total, entropy = first.log_p + math.log(count), count * first.entropy
     classes = [first.log_p.argmax(1)] * count
     for number, (now, count) in enumerate(passes, 2):
+        if (own := now.log_p.shape[1]) != (whole := log_total.shape[1]):
+            raise DataError(f"one network has {own} classes and the first {whole}: they cannot vote together")
         if now.log_p.shape != log_total.shape or not torch.equal(now.checksums, first.checksums):
             raise DataError(
                 f"{source.name}: pass {number} gave other examples than the first: pass a loader "

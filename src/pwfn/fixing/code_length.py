@@ -66,9 +66,10 @@ class _Total(torch.autograd.Function):
         """Bits of all weights."""
         rises = lengths.diff(dim=1)
         intercepts = lengths[:, :-1] - rises * torch.arange(LARGEST, device=lengths.device)
-        slopes, intercepts = _mirrored(rises, -1), _mirrored(intercepts, 1)
+        slopes, intercepts = _mirrored(rises, -1).to(levels.dtype), _mirrored(intercepts, 1)
         # In place where it can be: most of the time goes into reading and writing.
-        below = (levels + LARGEST).clamp_(0, 2 * LARGEST - 1).to(torch.int32)
+        # A number that is not finite must not become an index: the loss says that the run has failed.
+        below = (levels + LARGEST).nan_to_num_().clamp_(0, 2 * LARGEST - 1).to(torch.int32)
         at = torch.add(contexts, below, alpha=len(lengths), out=below)
         slope = slopes.index_select(0, at)
         ctx.save_for_backward(slope)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.method import DataProbe, Method, WeightState, register
+from pwfn.bayes.method import DataProbe, Method, WeightState, phases, register
 from pwfn.bayes.network import check_finite
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
@@ -45,6 +46,7 @@ _LOWEST, _HIGHEST = 1e-6, 1e3  # lambda, where a target cannot be reached
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
 _SCORE_BYTES = 80  # of a file: the scores, which are not known in training
 _HALVINGS = 8
+_LADDER = 512  # steps that are tried at most, eight of which double the first
 _MOST_CUT = 0.01  # of the weights, set to zero after training without a word
 
 
@@ -181,7 +183,7 @@ class RateNetwork(Method):
         return self._coder_ratio * estimate + self._rest_bytes
 
     def fix(self, fraction: float) -> FixRecord:
-        """Round all weights. Where the target is missed by a little, more of the smallest go to zero.
+        """Round all weights. Where the target is missed, more of the smallest go to zero, or the step grows.
 
         For a fraction below 1 nothing is done: every weight is on the grid from the first step on.
         """
@@ -189,17 +191,18 @@ class RateNetwork(Method):
             return FixRecord(fraction, self.layout.size, (), ())
         with torch.no_grad():
             check_finite(self.levels, self.layout, "level of")
-            before = self.levels * self._grid
+            before, step = self.levels * self._grid, self._grid
             rounded = self.levels.round()
             self._measure(rounded, _bytes(self._fit_tables(rounded), rounded))
-            final = self._within_target()
-            self.notes = self._cut(int(((self.levels.round() != 0) & (final == 0)).sum()))
-            self.levels.copy_(final)
-            self._fit_tables(final)
+            self._meet_target()
+            final = self.levels
+            zeros = int(((rounded != 0) & (final == 0)).sum())
+            self.notes = self._cut(zeros, self._grid / step) + self._dead(before)
+            self._measure(final, _bytes(self._fit_tables(final), final))
             self.fixed.fill_(True)
             moves = relative_moves(before, self.levels * self._grid)
-        step = FixStep(math.nan, 0, self._grid, self.layout.size)
-        return FixRecord(1.0, self.layout.size, (step,), tuple(moves))
+        made = FixStep(math.nan, 0, self._grid, self.layout.size)
+        return FixRecord(1.0, self.layout.size, (made,), tuple(moves))
 
     def finish(self) -> Compressed:
         """The compressed network; it has no posterior."""
@@ -237,6 +240,8 @@ class RateNetwork(Method):
         ``share`` is that of the run between two refreshes: a short run has fewer, each with a larger effect.
         """
         levels = self.levels.round()
+        if not bool(levels.isfinite().all()):
+            return  # the run says so when it next reads the loss
         table = self._fit_tables(levels)
         estimate, self._refreshes = _bytes(table, levels), self._refreshes + 1
         # Powers of two, too: much changes at first.
@@ -280,13 +285,14 @@ class RateNetwork(Method):
         self._rest_bytes = self._rest(levels, index)
 
     def _excess(self, levels: Tensor, estimate: float) -> float | None:
-        """Logarithm of the size over the target's; None without a target."""
+        """Logarithm of the size over the target's, of bytes or bits, the larger; None without a target."""
         target = self.settings.target
+        found = []
         if target.bytes is not None:
-            return math.log(max(self._coder_ratio * estimate, 1.0) / max(self._index_goal, 1.0))
+            found.append(math.log(max(self._coder_ratio * estimate, 1.0) / max(self._index_goal, 1.0)))
         if target.bits is not None:
-            return math.log(max(entropy_bits(levels), 1e-6) / (_MARGIN * target.bits))
-        return None
+            found.append(math.log(max(entropy_bits(levels), 1e-6) / (_MARGIN * target.bits)))
+        return max(found, default=None)
 
     @property
     def _index_goal(self) -> float:
@@ -296,47 +302,82 @@ class RateNetwork(Method):
     def _starting_step(self, weights: Tensor) -> float:
         """The step at which the rounded weights have the rate to start with, by bisection."""
         target, size = self.settings.target, self.layout.size
-        bits = _START
-        if target.bytes is not None:
-            bits = _START * 8 * self._index_goal / size
-        elif target.bits is not None:
-            bits = _START * target.bits
+        goal = size / 8 if target.bytes is None else self._index_goal
 
-        def rate(levels: Tensor) -> float:
-            if target.bytes is None and target.bits is not None:
-                return entropy_bits(levels)
-            return 8 * _bytes(code_length(self.layout, levels), levels) / size
+        def estimated(levels: Tensor) -> float:
+            """The size over the target's; over one bit per weight without a target."""
+            share = 0.0 if target.bits is None else entropy_bits(levels) / target.bits
+            if target.bits is None or target.bytes is not None:
+                share = max(share, _bytes(code_length(self.layout, levels), levels) / goal)
+            return share
 
-        first = dyadic(root_mean_square(weights))
-        low, high = -64, 64  # places on the ladder; eight double the step
-        while high - low > 1:
-            middle = (low + high) // 2
-            too_fine = rate((weights / next_dyadic(first, middle)).round()) > bits
-            low, high = (middle, high) if too_fine else (low, middle)
-        return next_dyadic(first, high)
+        def coded(levels: Tensor) -> float:
+            return self._index_bytes(levels) / goal
 
-    def _within_target(self) -> Tensor:
-        """The rounded levels; with a target, those with the narrowest zero bin that meets it.
+        def at(places: int) -> Tensor:
+            self._grid = next_dyadic(first, places)
+            return (weights / self._grid).round()
 
-        Where even half the weights at one step would have to go to zero, the target is missed.
+        # Places on the ladder, from 64 below the root mean square; eight double the step. Outliers may be
+        # nearly all of it: the others still need a step that is finer than they are.
+        first, low = dyadic(root_mean_square(weights)), -64
+        usual = float(weights[weights != 0].abs().median())
+        while usual < 8 * next_dyadic(first, low) and low > -_LADDER:
+            low -= 64
+        found = _bisected(lambda places: estimated(at(places)) <= _START, low, 64)
+        # The estimate knows neither levels above LARGEST nor what the codebook takes.
+        if target.bytes is not None and coded(at(found)) > _START**2:
+            found = _bisected(lambda places: coded(at(places)) <= _START, found, 64)
+        return next_dyadic(first, found)
+
+    def _meet_target(self) -> None:
+        """Round the levels; with a target, so that they meet it.
+
+        The zero bin becomes as wide as it must, at most twice as wide. Where that is not enough, the step
+        becomes coarser instead, as little as it can.
         """
-        rounded = self.levels.round()
-        narrow, wide = 0.5, 1.0
-        if self._fits(rounded) or not self._fits(self._zeroed(wide)):
-            return rounded
-        for _ in range(_HALVINGS):
-            middle = (narrow + wide) / 2
-            narrow, wide = (narrow, middle) if self._fits(self._zeroed(middle)) else (middle, wide)
-        return self._zeroed(wide)
+        if self._fits(self.levels.round()):
+            wide = 0.5
+        elif self._fits(self._zeroed(1.0)):
+            narrow, wide = 0.5, 1.0
+            for _ in range(_HALVINGS):
+                middle = (narrow + wide) / 2
+                narrow, wide = (narrow, middle) if self._fits(self._zeroed(middle)) else (middle, wide)
+        else:
+            wide = 0.5
+            self._coarsen()
+        self.levels.copy_(self._zeroed(wide))
 
-    def _cut(self, count: int) -> tuple[str, ...]:
-        """What the user should know about weights that went to zero for the target's sake."""
-        if count <= _MOST_CUT * self.layout.size:
+    def _coarsen(self) -> None:
+        """Take the finest step at which the rounded weights meet the target; where none does, none."""
+        weights, step = self.levels * self._grid, self._grid
+
+        def fits(places: int) -> bool:
+            self._grid = next_dyadic(step, places)
+            return self._fits((weights / self._grid).round())
+
+        self._grid = next_dyadic(step, _bisected(fits, 0, _LADDER)) if fits(_LADDER) else step
+        self.grid_step = self._grid
+        self.levels.copy_(weights / self._grid)
+
+    def _cut(self, count: int, coarser: float) -> tuple[str, ...]:
+        """What the user should know about weights that were changed for the target's sake."""
+        done = f"{count:,} of {self.layout.size:,} weights were set to zero"
+        if coarser > 1:
+            done = f"the step of the grid was made {coarser:.3g} times as large"
+        elif count <= _MOST_CUT * self.layout.size:
             return ()
         return (
-            f"{count:,} of {self.layout.size:,} weights were set to zero after training to meet the target, "
-            "which costs accuracy: train longer (schedule.epochs_per_round), or give a larger target",
+            f"{done} after training to meet the target, which costs accuracy: train longer "
+            "(schedule.epochs_per_round), or give a larger target",
         )
+
+    def _dead(self, before: Tensor) -> tuple[str, ...]:
+        """The layers that are zero now, and were not: on one grid for all, theirs were small weights."""
+        pieces = zip(self.layout.entries, *map(self.layout.pieces, (before, self.levels)), strict=True)
+        names = [e.name for e, one, now in pieces if len(e.shape) > 1 and one.any() and not now.any()]
+        more = f" and of {len(names) - 1} more layers" if len(names) > 1 else ""
+        return (f"every weight of {names[0]}{more} is zero in the file",) if names else ()
 
     def _zeroed(self, below: float) -> Tensor:
         return torch.where(self.levels.abs() < below, 0.0, self.levels.round())
@@ -360,13 +401,23 @@ class RateNetwork(Method):
 
     def _file_bytes(self, levels: Tensor, rest: dict[str, Tensor]) -> int:
         record = {"method": self.settings.method, "settings": self.settings.to_dict(), **self.record}
+        made = replace(self._compressed(levels, rest), record=record)
+        if any(phase.epochs for phase in phases(self.settings)):  # a classifier then gets a posterior
+            made = replace(made, sigma_codes=(0,) * len(self.layout.entries))
         # Without the compiled coder version 2 takes minutes; version 1 is an upper bound.
-        version = 1 if library() is None else 2
-        return len(dumps(replace(self._compressed(levels, rest), record=record), version=version))
+        return len(dumps(made, version=1 if library() is None else 2))
 
     def _compressed(self, levels: Tensor, rest: dict[str, Tensor]) -> Compressed:
         values = (levels.detach().round() * self._grid).to(self.layout.dtype)
         return Compressed.of(self.layout, held(self.layout, values), None, rest)
+
+
+def _bisected(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The smallest number above ``low`` that fits; ``high`` is taken to."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _bytes(table: CodeLength, levels: Tensor) -> float:
