@@ -137,14 +137,14 @@ class Run:
         progress: Progress = Progress(),  # noqa: B008  # a value: it never changes
     ) -> None:
         self.config, self.distributed, self.progress = config, distributed, progress
-        self.phases, self.original = phases(config), copy.deepcopy(model).to(distributed.device).eval()
+        self.phases = phases(config)
         # Convolutions in bf16 and fp16 are fastest on CUDA with this order.
         last = config.training.precision is not Precision.FP32 and distributed.device.type == "cuda"
         self.train = Source("train_loader", batched(train_loader), distributed.device, last)
-        if any(phase.epochs for phase in self.phases):
-            model = unfolded(model, self.train, distributed)
-        self.net: Method = METHODS[config.method](model, config).to(distributed.device)
+        start = unfolded(model, self.train, distributed) if any(p.epochs for p in self.phases) else model
+        self.net: Method = METHODS[config.method](start, config).to(distributed.device)
         self.searches = self.net.has_grid and config.target.wanted
+        self.original = copy.deepcopy(model).to(distributed.device).eval()
         self.val: Source | None = None
         if val_loader is not None:
             self.val = Source("val_loader", batched(val_loader), distributed.device, last)
