@@ -1,6 +1,7 @@
 """Training through torch.compile: the same result as without, for models and methods of all kinds.
 
 Its tracing is torch's own; the graphs are then run as they are, because a real backend takes half a minute.
+Images in another memory order: only where the model takes them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pwfn.lab  # the baselines by name
 from pwfn import Config, DataError
-from pwfn.bayes.execution import Compiled
+from pwfn.bayes.batches import Source
+from pwfn.bayes.execution import Compiled, channels_last
 from pwfn.bayes.grid.rate import RateNetwork
 
 SHORT = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": [1.0, 1.0]}
@@ -235,3 +237,46 @@ def test_a_loss_of_ones_own(backend):
     result = pwfn.compress(normalised_classifier(), Shuffled(), Shuffled(), config, loss_fn)
     assert result.after is not None
     assert len(backend.compiled) == 1
+
+
+class Convolution(nn.Module):
+    """A convolution and a linear layer; between them the feature map becomes a vector."""
+
+    def __init__(self, flatten: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.convolution, self.linear, self.flatten = nn.Conv2d(3, 4, 3), nn.Linear(16, 2), flatten
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(self.flatten(self.convolution(x)))
+        return found
+
+
+def viewed(x: Tensor) -> Tensor:
+    return x.view(len(x), -1)
+
+
+@pytest.mark.parametrize(("flatten", "arranged"), [(viewed, False), (nn.Flatten(), True)])
+def test_images_are_in_an_order_that_the_model_takes(
+    flatten: Callable[[Tensor], Tensor], arranged: bool
+) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(16, 3, 4, 4), torch.randint(0, 2, (16,)))
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(1))
+    model = Convolution(flatten).eval()
+    source = channels_last(Source("train_loader", loader, torch.device("cpu")), model)
+    assert source.channels_last == arranged
+    batch = next(source.batches())
+    assert batch.args[0].is_contiguous(memory_format=torch.channels_last) == arranged
+    config = Config().override({**SHORT, "training.precision": "bf16"})
+    assert pwfn.compress(model, loader, loader, config=config).after is not None
+
+
+def test_trying_an_order_moves_no_loader_on() -> None:
+    data = list(range(16))
+    loaders = [
+        torch.utils.data.DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+        for _ in range(2)
+    ]
+    before = torch.get_rng_state()
+    channels_last(Source("train_loader", loaders[0], torch.device("cpu")), nn.Identity())
+    assert torch.equal(before, torch.get_rng_state())
+    assert [x.tolist() for x in loaders[0]] == [x.tolist() for x in loaders[1]]

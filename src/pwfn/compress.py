@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from pwfn.bayes.batches import Source, Stream, batched, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm, unfolded
 from pwfn.bayes.distributed import Distributed, distributed_for
+from pwfn.bayes.execution import channels_last
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
 from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
@@ -138,16 +139,16 @@ class Run:
     ) -> None:
         self.config, self.distributed, self.progress = config, distributed, progress
         self.phases = phases(config)
-        # Convolutions in bf16 and fp16 are fastest on CUDA with this order.
-        last = config.training.precision is not Precision.FP32 and distributed.device.type == "cuda"
-        self.train = Source("train_loader", batched(train_loader), distributed.device, last)
+        self.train = Source("train_loader", batched(train_loader), distributed.device)
         start = unfolded(model, self.train, distributed) if any(p.epochs for p in self.phases) else model
         self.net: Method = METHODS[config.method](start, config).to(distributed.device)
         self.searches = self.net.has_grid and config.target.wanted
         self.original = copy.deepcopy(model).to(distributed.device).eval()
+        if config.training.precision is not Precision.FP32:
+            self.train = channels_last(self.train, self.original)
         self.val: Source | None = None
         if val_loader is not None:
-            self.val = Source("val_loader", batched(val_loader), distributed.device, last)
+            self.val = replace(self.train, name="val_loader", loader=batched(val_loader))
             self.val = self.val.apart() if val_loader is train_loader else self.val
             if config.method in ("conditioned", "rate") and not distill:  # they can do without labels
                 distill = comparison(next(self.val.batches(), None), self.original)
