@@ -25,6 +25,7 @@ from pwfn import Config, DataError
 from pwfn.bayes.batches import Source
 from pwfn.bayes.execution import Compiled, channels_last
 from pwfn.bayes.grid.rate import RateNetwork
+from pwfn.config import Precision
 
 SHORT = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": [1.0, 1.0]}
 Graph = torch.fx.GraphModule
@@ -262,7 +263,7 @@ def test_images_are_in_an_order_that_the_model_takes(
     data = torch.utils.data.TensorDataset(torch.randn(16, 3, 4, 4), torch.randint(0, 2, (16,)))
     loader = torch.utils.data.DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(1))
     model = Convolution(flatten).eval()
-    source = channels_last(Source("train_loader", loader, torch.device("cpu")), model)
+    source = channels_last(Source("train_loader", loader, torch.device("cpu")), model, Precision.BF16)
     assert source.channels_last == arranged
     batch = next(source.batches())
     assert batch.args[0].is_contiguous(memory_format=torch.channels_last) == arranged
@@ -277,6 +278,6 @@ def test_trying_an_order_moves_no_loader_on() -> None:
         for _ in range(2)
     ]
     before = torch.get_rng_state()
-    channels_last(Source("train_loader", loaders[0], torch.device("cpu")), nn.Identity())
+    channels_last(Source("train_loader", loaders[0], torch.device("cpu")), nn.Identity(), Precision.BF16)
     assert torch.equal(before, torch.get_rng_state())
     assert [x.tolist() for x in loaders[0]] == [x.tolist() for x in loaders[1]]

@@ -144,8 +144,7 @@ class Run:
         self.net: Method = METHODS[config.method](start, config).to(distributed.device)
         self.searches = self.net.has_grid and config.target.wanted
         self.original = copy.deepcopy(model).to(distributed.device).eval()
-        if config.training.precision is not Precision.FP32:
-            self.train = channels_last(self.train, self.original)
+        self.train = channels_last(self.train, self.original, config.training.precision)
         self.val: Source | None = None
         if val_loader is not None:
             self.val = replace(self.train, name="val_loader", loader=batched(val_loader))

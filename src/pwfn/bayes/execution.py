@@ -22,6 +22,7 @@ import torch
 
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.randomness import random_states, restore_random_states, undisturbed
+from pwfn.config import Precision
 from pwfn.errors import DataError, PwfnError, cause
 
 _PLAIN_PASSES = 2  # before compiling: the first passes are watched (see network.py and optimizer.py)
@@ -32,18 +33,20 @@ T = TypeVar("T")
 
 
 @torch.no_grad()
-def channels_last(source: Source, model: Callable[..., Any]) -> Source:
-    """The source with images in channels-last order, if the model takes them so; else as it is.
+def channels_last(source: Source, model: Callable[..., Any], precision: Precision) -> Source:
+    """For bf16 and fp16, the source with images in channels-last order, if the model takes them so.
 
-    Convolutions in bf16 and fp16 are faster in this order, but ``x.view(len(x), -1)`` of a feature map is an
+    Convolutions of these types are faster in this order, but ``x.view(len(x), -1)`` of a feature map is an
     error. The model, in evaluation mode, is tried on one image.
 
     >>> source = Source("images", [torch.zeros(1, 2, 2, 2)], torch.device("cpu"))
-    >>> channels_last(source, torch.nn.Identity()).channels_last
+    >>> channels_last(source, torch.nn.Identity(), Precision.BF16).channels_last
     True
-    >>> channels_last(source, lambda x: x.view(-1)).channels_last
+    >>> channels_last(source, lambda x: x.view(-1), Precision.BF16).channels_last
     False
     """
+    if precision is Precision.FP32:
+        return source
     arranged = replace(source, channels_last=True)
     with undisturbed(source):
         batch = next(arranged.apart().batches(0), None)

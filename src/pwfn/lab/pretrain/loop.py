@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from pwfn.bayes.batches import Batch, Source, is_out_of_memory
-from pwfn.bayes.execution import RecordedStep, channels_last
+from pwfn.bayes.execution import RecordedStep
 from pwfn.bayes.objective import Objective, autocast
 from pwfn.bayes.randomness import seeded
 from pwfn.config import OptimizerName, Precision, TrainingConfig
@@ -69,9 +69,9 @@ def train(
     place = torch.device(device) if device is not None else next(model.parameters()).device
     if not isinstance(train, Sized):
         raise DataError("the training loader has no length: pass one whose len() is its number of batches")
-    source = channels_last(Source("the training loader", train, place), model.to(place).eval())
+    source = Source("the training loader", train, place, channels_last=True)
     tests = Source("the test loader", test, place) if test is not None else None
-    _arrange(model, torch.channels_last if source.channels_last else torch.contiguous_format)
+    _arrange(model.to(place), torch.channels_last)
     history: list[Epoch] = []
     try:
         with seeded(recipe.seed, place):
