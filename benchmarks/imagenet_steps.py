@@ -44,9 +44,9 @@ from pwfn.bayes.batches import Batch
 from pwfn.bayes.batchnorm import reestimate_batchnorm
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.execution import RecordedStep
-from pwfn.bayes.method import phases
+from pwfn.bayes.method import MOMENTUM, phases
 from pwfn.bayes.objective import autocast
-from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
+from pwfn.bayes.optimizer import optimizer_for
 from pwfn.bayes.randomness import seeded
 from pwfn.bayes.train import fit
 from pwfn.compress import Run
@@ -104,7 +104,7 @@ class Ours:
         self.run.start_network(self.run.net)
         self.net = self.run.net.train()
         self.net.fix(0.5)
-        self._optimizer = optimizer_for(self.net, config.training, 0, alone=True)
+        self._optimizer = optimizer_for(self.net, config.training, 0)
         self._batches = self.run.train.endless()
 
     def step_seconds(self, count: int) -> float:

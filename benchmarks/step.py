@@ -47,9 +47,9 @@ from pwfn import Config, GaussianNetwork
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.execution import Compiled
 from pwfn.bayes.grid.rate import RateNetwork
-from pwfn.bayes.method import Method
+from pwfn.bayes.method import MOMENTUM, Method, torch_optimizer
 from pwfn.bayes.objective import Objective, autocast
-from pwfn.bayes.optimizer import MOMENTUM, optimizer_for
+from pwfn.bayes.optimizer import optimizer_for
 from pwfn.bayes.train import fit
 from pwfn.zoo import models
 
@@ -118,7 +118,8 @@ def ours(
     if not first:
         net.fix(0.5)
     config = config.override({"training.cuda_graph": graph})
-    return _fitting(setting, net, config, optimizer_for(net, config.training, seed=0, alone=fused))
+    make = partial(optimizer_for, seed=0) if fused else torch_optimizer
+    return _fitting(setting, net, config, make(net, config.training))
 
 
 def _fitting(setting: Setting, net: Method, config: Config, optimizer: torch.optim.Optimizer) -> Steps:
@@ -172,7 +173,7 @@ def rate(setting: Setting, kind: type[RateNetwork] = Rate) -> Steps:
         {"training.precision": precision, "training.cuda_graph": cuda, "target.bits": 1.0}
     )
     net = kind(setting.model, config).to(setting.device).train()
-    return _fitting(setting, net, config, optimizer_for(net, config.training, seed=0, alone=True))
+    return _fitting(setting, net, config, optimizer_for(net, config.training, seed=0))
 
 
 def _loop(setting: Setting, model: nn.Module, extra: Callable[[], Tensor | float] = lambda: 0.0) -> Steps:

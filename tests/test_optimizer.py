@@ -17,8 +17,9 @@ from pwfn import Config, GaussianNetwork, compress
 from pwfn.bayes import kernels
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.method import torch_optimizer
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.optimizer import FlatAdamW, FlatDraw, FlatSGD, optimizer_for
+from pwfn.bayes.optimizer import FlatAdamW, FlatDraw, FlatSGD
 from pwfn.bayes.train import fit
 from pwfn.config import TrainingConfig
 from pwfn.errors import ConfigError, WeightError
@@ -163,7 +164,7 @@ def test_a_whole_run_ends_in_the_same_clusters_with_and_without(monkeypatch: pyt
     monkeypatch.setattr(
         module,
         "optimizer_for",
-        lambda net, config, seed, alone: optimizer_for(net, config, seed, alone=False),
+        lambda net, config, seed, distributed: torch_optimizer(net, config),
     )
     results.append(compress(model, data, None, config))
     first, second = (result.rounds for result in results)
@@ -395,20 +396,90 @@ def test_sharing_storage_changes_nothing_but_the_place() -> None:
     assert torch.equal(copied.mu, net.mu)
 
 
-@pytest.mark.parametrize("change", [{"accumulate": 2}, {"precision": "fp16"}])
-def test_what_takes_several_draws_is_refused(change: dict[str, Any]) -> None:
-    net = half_fixed()
-    with pytest.raises(ConfigError, match="one batch of one process"):
+CONSTANT = SETTINGS.override({"training.sigma_learning_rate": "off"})
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_step_of_two_batches_by_hand(kind: type[Any], options: dict[str, Any], clip: float | None) -> None:
+    """The mean gradient of two draws; in its norm, sigma has the noise of the first."""
+    net, twin, both = half_fixed(CONSTANT), half_fixed(CONSTANT), batches()[:2]
+    config = TrainingConfig(clip_norm=clip, accumulate=2)
+    rates: dict[str, Any] = {**RATES, "sigma_lr": 0.0}
+    optimizer = kind(net, **rates, seed=7, clip_norm=clip, draws=2, **options)
+    fit(net, iter(both), 1, TASK, config, optimizer=optimizer, where="here")
+
+    groups = twin.parameter_groups(**rates)
+    reference: torch.optim.Optimizer
+    reference = torch.optim.AdamW(groups) if kind is FlatAdamW else torch.optim.SGD(groups, momentum=0.9)
+    for number, batch in enumerate(both):
+        with twin.sampling(at=(7, number)):
+            (TASK(twin, batch, "here") / 2).backward()
+    assert twin.free_mu.grad is not None
+    squared = kernels.grad_squared_norm(twin.free_mu.grad, twin.fixed, seed=7, step=0)
+    squared = squared + sum(p.grad.square().sum() for p in twin.model.parameters() if p.grad is not None)
+    twin.free_sigma.grad = None
+    for parameter in twin.parameters():
+        if parameter.grad is not None and clip is not None:
+            parameter.grad *= clip / squared.sqrt()
+    assert clip is None or squared.sqrt() > clip
+    reference.step()
+    free = ~net.fixed
+    torch.testing.assert_close(net.mu[free], twin.mu[free], rtol=0, atol=1e-6)
+    assert torch.equal(net.sigma, twin.sigma)
+    for mine, other in zip(net.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_with_a_scaled_loss_the_steps_are_those_of_torchs(kind: type[Any], options: dict[str, Any]) -> None:
+    ours, theirs = half_fixed(), half_fixed()
+    for net, optimizer, seed in (
+        (ours, flat(ours, kind, clip_norm=0.05, **options), None),
+        (theirs, plain(theirs, kind), 7),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        config = TrainingConfig(clip_norm=0.05)
         fit(
-            net,
-            iter(batches()),
-            1,
-            TASK,
-            TrainingConfig(**change),
-            optimizer=flat(net, FlatSGD),
+            *(net, iter(batches()), 6, TASK, config),
+            optimizer=optimizer,
+            where="here",
+            seed=seed,
+            scaler=scaler,
+        )
+    free = ~ours.fixed
+    assert not torch.equal(ours.mu, half_fixed().mu)
+    torch.testing.assert_close(ours.mu[free], theirs.mu[free], rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.sigma[free], theirs.sigma[free], rtol=0, atol=2e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_where_the_loss_is_scaled() -> None:
+    def task(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + (0 * output.sum()).sqrt()  # 0, with a gradient of 0 / 0
+
+    net, scaler = half_fixed(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, before = flat(net, FlatSGD), half_fixed()
+    given: dict[str, Any] = {"optimizer": optimizer, "where": "here", "scaler": scaler}
+    fit(net, iter(batches()), 1, Objective(task), TrainingConfig(), **given)
+    assert torch.equal(net.mu, before.mu)
+    assert torch.equal(net.sigma, before.sigma)
+    assert scaler.get_scale() == 2.0
+    fit(net, iter(batches()), 1, TASK, TrainingConfig(), **given)
+    assert not torch.equal(net.mu, before.mu)
+
+
+def test_an_optimiser_made_for_other_steps_is_refused() -> None:
+    net = half_fixed(CONSTANT)
+    optimizer = FlatSGD(net, lr=0.1)
+    with pytest.raises(ConfigError, match="1 batches per step in 1 processes, and the run has 2 in 1"):
+        fit(
+            *(net, iter(batches()), 1, TASK, TrainingConfig(accumulate=2)),
+            optimizer=optimizer,
             where="here",
             distributed=Distributed(CPU),
         )
+    with pytest.raises(WeightError, match="cannot train sigma: use a torch optimiser"):
+        flat(half_fixed(), FlatSGD, draws=2)
 
 
 def test_a_model_of_several_types_is_refused() -> None:

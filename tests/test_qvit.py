@@ -49,7 +49,7 @@ def distillation(net: QVit) -> Tensor:
 
 def trained(net: QVit, steps: int = 3) -> QVit:
     net.train()
-    optimizer = optimizer_for(net, net.settings.training, 0, alone=True)
+    optimizer = optimizer_for(net, net.settings.training, 0)
     for _ in range(steps):
         loss = F.cross_entropy(net(images(4)), torch.arange(4))
         (loss + distillation(net)).backward()

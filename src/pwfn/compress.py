@@ -18,9 +18,9 @@ from pwfn.bayes.batchnorm import reestimate_batchnorm, unfolded
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.execution import channels_last
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
-from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases
+from pwfn.bayes.method import METHODS, MOMENTUM, FixedNetwork, Method, Phase, fix_alike, fused, phases
 from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
-from pwfn.bayes.optimizer import MOMENTUM, fused, optimizer_for
+from pwfn.bayes.optimizer import optimizer_for
 from pwfn.bayes.predictive import run_posterior, wants_posterior
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
 from pwfn.bayes.sigma import probe
@@ -224,8 +224,7 @@ class Run:
         loss = None
         if steps:
             seed = seed_from("noise", self.config.seed, self.distributed.rank, number)
-            alone = self.distributed.world == 1 and self.config.training.accumulate == 1
-            optimizer = optimizer_for(net, self.config.training, seed, alone=alone)
+            optimizer = optimizer_for(net, self.config.training, seed, self.distributed)
             loss = self._fit(net, optimizer, steps, number, where, seed)
         before = trace.before_fixing(number, net.layout, state := net.state())
         quartiles = state.sigma_quartiles()

@@ -26,11 +26,14 @@ from torch import Tensor, nn
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.network import WeightNetwork
-from pwfn.config import METHOD_DEFAULTS, WARMUP_EPOCHS, Config, Section, hint
+from pwfn.config import METHOD_DEFAULTS, WARMUP_EPOCHS, Config, OptimizerName, Section, TrainingConfig, hint
 from pwfn.errors import ConfigError
 from pwfn.file.compressed import Compressed
 from pwfn.fixing.record import FixRecord
 from pwfn.layout import held, untouched
+
+MOMENTUM = 0.9
+BETAS = (0.9, 0.999)
 
 
 class Phase(NamedTuple):
@@ -169,6 +172,27 @@ def fix_alike(net: Method, fraction: float, distributed: Distributed) -> FixReco
     record, net.notes, net.grid_step, state = distributed.first(work)
     net.load_state_dict(state)
     return record
+
+
+def torch_optimizer(net: Method, config: TrainingConfig) -> torch.optim.Optimizer:
+    """Torch's own optimiser, for any method."""
+    groups = net.parameter_groups(lr=config.learning_rate, weight_decay=config.weight_decay)
+    if config.optimizer is OptimizerName.ADAMW:
+        # In float16 torch's 1e-8 is zero, and so is the square of a small gradient: 0 / 0.
+        half = any(p.dtype == torch.float16 for group in groups for p in group["params"])
+        eps = torch.finfo(torch.float16).tiny if half else 1e-8
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=eps, **on_device(groups))
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, fused=fused(groups))
+
+
+def fused(groups: list[dict[str, Any]]) -> bool | None:
+    """Torch's single kernel where it has one; else its own choice."""
+    return all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"]) or None
+
+
+def on_device(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """For AdamW: the same, and the number of the step on the device, so that a step can be recorded."""
+    return {"fused": fused(groups), "capturable": bool(fused(groups))}
 
 
 M = TypeVar("M", bound=type[Method])

@@ -8,30 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn.bayes import kernels
+from pwfn.bayes.distributed import Distributed, MeanGradient
 from pwfn.bayes.gaussian import GaussianNetwork
-from pwfn.bayes.method import Method
+from pwfn.bayes.method import BETAS, MOMENTUM, Method, fused, on_device, torch_optimizer
 from pwfn.bayes.network import tensors_of
 from pwfn.config import OptimizerName, Precision, TrainingConfig
 from pwfn.errors import WeightError
-
-MOMENTUM = 0.9
-BETAS = (0.9, 0.999)
 
 
 class FlatDraw:
     """The weights of one step as leaves of the graph, and the gradient that backward leaves with them.
 
-    The mask of fixed weights must not change as long as an instance is used.
+    The mask of fixed weights must not change as long as an instance is used. ``mean`` collects the gradients
+    where a step has several draws.
     """
 
-    def __init__(self, net: GaussianNetwork, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        net: GaussianNetwork,
+        dtype: torch.dtype | None,
+        draws: int = 1,
+        distributed: Distributed | None = None,
+    ) -> None:
         if any(entry.dtype != net.free_mu.dtype for entry in net.layout.entries):
             raise WeightError("the model's weights have several types: use a torch optimiser")
         self.net = net
@@ -43,6 +48,9 @@ class FlatDraw:
         self._casts: _Casts | None = None
         self._values = torch.empty_like(net.free_mu.detach(), dtype=dtype)
         self.leaves = [nn.Parameter(piece) for piece in net.layout.pieces(self._values)]
+        self.distributed, self.draws = distributed or Distributed(net.device), draws
+        several = draws * self.distributed.world > 1
+        self.mean = MeanGradient(self.leaves, self.distributed) if several else None
 
     @contextmanager
     def drawn(self, seed: int, count: Tensor) -> Iterator[None]:
@@ -151,6 +159,16 @@ class _Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class FlatOptions(TypedDict, total=False):
+    """See :class:`FlatSGD`."""
+
+    clip_norm: float | None
+    dtype: torch.dtype | None
+    seed: int
+    draws: int
+    distributed: Distributed | None
+
+
 class _Flat(torch.optim.Optimizer):
     """What the flat optimisers share. ``seed`` and ``count`` are in the first parameter group.
 
@@ -161,10 +179,23 @@ class _Flat(torch.optim.Optimizer):
     clip_norm: float | None
 
     def _prepare(
-        self, net: GaussianNetwork, clip_norm: float | None, dtype: torch.dtype | None, seed: int, *names: str
+        self,
+        net: GaussianNetwork,
+        *names: str,
+        clip_norm: float | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        draws: int = 1,
+        distributed: Distributed | None = None,
     ) -> None:
-        self.flat, self.clip_norm = FlatDraw(net, dtype), clip_norm
+        distributed = distributed or Distributed(net.device)
+        if draws * distributed.world > 1 and self.param_groups[1]["lr"] != 0:
+            # Sigma's gradient is g * eps: that of several draws is not the mean of g, times anything.
+            raise WeightError("a step of several draws cannot train sigma: use a torch optimiser")
+        self.flat, self.clip_norm = FlatDraw(net, dtype, draws, distributed), clip_norm
         self.param_groups[0] |= {"seed": seed, "count": 0}
+        self._norm_seed = distributed.first(lambda: seed)
+        self._step_supports_amp_scaling = False  # a loss scaler decides itself whether a step is taken
         self._count = torch.zeros((), dtype=torch.int64, device=net.device)
         trains_sigma = self.param_groups[1]["lr"] != 0
         for parameter, count in (
@@ -176,10 +207,19 @@ class _Flat(torch.optim.Optimizer):
             }
 
     @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """Within the block the network has the weights of this step, and backward finds them."""
-        with self.flat.drawn(self.param_groups[0]["seed"], self._count):
+    def drawn(self, number: int = 0) -> Iterator[None]:
+        """Within the block the network has draw ``number`` of this step, and backward finds its weights."""
+        flat = self.flat
+        if flat.mean is not None:
+            flat.mean.expect(last=number == flat.draws - 1)
+        with flat.drawn(self.param_groups[0]["seed"], self._draw(number)):
             yield
+
+    def gather(self) -> None:
+        """After the draws of a step: all gradients become their means over batches and processes."""
+        net, mean = self.flat.net, self.flat.mean
+        net.free_mu.grad = self.flat.collect() if mean is None else mean.take().to(net.free_mu.dtype)
+        self.flat.distributed.average_gradients_(self.flat.others)
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -188,16 +228,25 @@ class _Flat(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
-        for parameter in self.trained:
+        for parameter in (*self.trained, self.flat.net.free_mu):
             parameter.grad = None
+        if self.flat.mean is not None:
+            self.flat.mean.forget()
+
+    def _draw(self, number: int) -> Tensor:
+        """The number of a draw, over all steps."""
+        return self._count if self.flat.draws == 1 else self._count * self.flat.draws + number
 
     def _begin(self, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of the drawn weights, its norm with that of the others, and what clips it."""
+        mu, draw = self.flat.net.free_mu, self._draw(0)
         self.flat.check_mask()
+        if mu.grad is None and self.flat.mean is not None:
+            self.gather()
         if gradient is None:
-            gradient = self.flat.collect()
-        seed = self.param_groups[0]["seed"]
-        return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, seed, self._count)
+            gradient = self.flat.collect() if mu.grad is None else mu.grad
+        mu.grad = None  # torch's own step is for the uncompressed parameters
+        return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, self._norm_seed, draw)
 
     def _numbers(self) -> dict[str, Any]:
         """The numbers of an update; learning rates that are tensors stay on the device."""
@@ -240,13 +289,16 @@ class FlatSGD(_Flat, torch.optim.SGD):
     """SGD with momentum: ``m = momentum * m + g``, ``p = p - lr * m``; see :func:`pwfn.bayes.kernels.sgd_`.
 
     Args:
-        net: the network; one process, one device, one batch per step.
+        net: the network.
         lr, sigma_lr: for mu and the uncompressed parameters, and for sigma. ``sigma_lr`` is
             ``training.sigma_learning_rate`` unless given; 0 where that is off.
         momentum, weight_decay: weight decay is on everything but sigma.
         clip_norm: largest norm of the task's gradient, over mu, sigma and the uncompressed parameters.
         dtype: of the weights in the forward pass; mu's own unless given.
-        seed: of the noise; a draw is a function of (seed, number of the step).
+        seed: of the noise; a draw is a function of (seed, number of the draw).
+        draws: batches per step, each with a draw of its own; their losses should be divided by their number.
+        distributed: the processes of the run, each with a seed of its own. A step of several draws needs a
+            constant sigma, which then enters the norm with the noise of the first draw of the first process.
 
     >>> net = GaussianNetwork(nn.Linear(4, 2)).train()
     >>> optimizer = FlatSGD(net, lr=0.1)
@@ -264,13 +316,11 @@ class FlatSGD(_Flat, torch.optim.SGD):
         sigma_lr: float | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
-        clip_norm: float | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
+        **options: Unpack[FlatOptions],
     ) -> None:
         groups = net.parameter_groups(lr=lr, sigma_lr=sigma_lr, weight_decay=weight_decay)
         torch.optim.SGD.__init__(self, groups, lr=lr, momentum=momentum, fused=fused(groups))
-        self._prepare(net, clip_norm, dtype, seed, "momentum")
+        self._prepare(net, "momentum", **options)
 
     @torch.no_grad()
     def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
@@ -305,13 +355,11 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
         sigma_lr: float | None = None,
         betas: tuple[float, float] = BETAS,
         weight_decay: float = 0.0,
-        clip_norm: float | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
+        **options: Unpack[FlatOptions],
     ) -> None:
         groups = net.parameter_groups(lr=lr, sigma_lr=sigma_lr, weight_decay=weight_decay)
         torch.optim.AdamW.__init__(self, groups, lr=lr, betas=betas, **on_device(groups))
-        self._prepare(net, clip_norm, dtype, seed, "mean", "square")
+        self._prepare(net, "mean", "square", **options)
         for parameter in (net.free_mu, net.free_sigma):
             self.state[parameter]["step"] = torch.zeros(())  # torch expects one with every state
 
@@ -344,36 +392,27 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
         return norm
 
 
-def optimizer_for(net: Method, config: TrainingConfig, seed: int, *, alone: bool) -> torch.optim.Optimizer:
-    """A fresh optimiser as the settings say; ``alone``: one process and one batch per step.
+def optimizer_for(
+    net: Method, config: TrainingConfig, seed: int, distributed: Distributed | None = None
+) -> torch.optim.Optimizer:
+    """A fresh optimiser as the settings say; ``seed``: of the noise.
 
-    A flat one where the network is Gaussian and its weights allow it, else torch's own.
+    A flat one where the network is Gaussian and of one type, unless several draws per step train sigma; else
+    torch's own.
     """
-    adamw = config.optimizer is OptimizerName.ADAMW
-    rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    world = 1 if distributed is None else distributed.world
     plain = all(entry.dtype == net.layout.dtype for entry in net.layout.entries)
-    if isinstance(net, GaussianNetwork) and alone and plain and config.precision is not Precision.FP16:
+    plain &= config.precision is not Precision.FP16 or net.layout.dtype is not torch.float16
+    one = world * config.accumulate == 1 or not config.sigma_learning_rate
+    if isinstance(net, GaussianNetwork) and one and plain:
         net.share_storage()
-        flat: dict[str, Any] = {**rates, "clip_norm": config.clip_norm, "seed": seed}
-        optimizer = FlatAdamW(net, **flat) if adamw else FlatSGD(net, momentum=MOMENTUM, **flat)
+        given: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        given |= {"clip_norm": config.clip_norm, "seed": seed}
+        given |= {"draws": config.accumulate, "distributed": distributed}
+        adamw = config.optimizer is OptimizerName.ADAMW
+        optimizer = FlatAdamW(net, **given) if adamw else FlatSGD(net, momentum=MOMENTUM, **given)
         # Autocast leaves float64 as it is.
         if config.precision is Precision.BF16 and net.free_mu.dtype == torch.float32:
             optimizer.flat.narrower = torch.bfloat16
         return optimizer
-    groups = net.parameter_groups(**rates)
-    if adamw:
-        # In float16 torch's 1e-8 is zero, and so is the square of a small gradient: 0 / 0.
-        half = any(p.dtype == torch.float16 for group in groups for p in group["params"])
-        eps = torch.finfo(torch.float16).tiny if half else 1e-8
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=eps, **on_device(groups))
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, fused=fused(groups))
-
-
-def fused(groups: list[dict[str, Any]]) -> bool | None:
-    """Torch's single kernel where it has one; else its own choice."""
-    return all(p.is_cuda and p.is_floating_point() for group in groups for p in group["params"]) or None
-
-
-def on_device(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """For AdamW: the same, and the number of the step on the device, so that a step can be recorded."""
-    return {"fused": fused(groups), "capturable": bool(fused(groups))}
+    return torch_optimizer(net, config)

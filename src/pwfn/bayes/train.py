@@ -167,9 +167,12 @@ class _Stepper:
         self.optimizer, self.distributed, self.seed, self.log = optimizer, distributed, seed, log
         self.flat = optimizer if isinstance(optimizer, (FlatSGD, FlatAdamW)) else None
         alone = distributed.world == 1 and config.accumulate == 1 and not scaler.is_enabled()
-        if self.flat is not None and not alone:
-            # Sigma's gradient is g * eps: that of several draws is not the gradient of their mean.
-            raise ConfigError("a flat optimiser takes one batch of one process, in fp32 or bf16")
+        made_for = None if self.flat is None else (self.flat.flat.draws, self.flat.flat.distributed.world)
+        if made_for not in (None, now := (config.accumulate, distributed.world)):
+            raise ConfigError(
+                "the flat optimiser was made for {} batches per step in {} processes, and the run has {} in "
+                "{}: pass it draws= and distributed=".format(*made_for, *now)
+            )
         self.done = 0  # steps
         trained = (
             self.flat.trained
@@ -234,7 +237,7 @@ class _Stepper:
     def _update(self) -> Tensor:
         """Clip, add the regulariser's gradient, and update; the norm of the task's gradient."""
         if self.flat is not None:
-            return self.flat.step()
+            return self._flat_update(self.flat)
         self.distributed.average_gradients_(self.trained)
         self.scaler.unscale_(self.optimizer)
         limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
@@ -247,9 +250,19 @@ class _Stepper:
         # With an adaptive loss scale an infinite gradient is no failure: that step was skipped.
         return torch.zeros_like(norm) if self.scaler.is_enabled() else norm
 
+    def _flat_update(self, flat: FlatSGD | FlatAdamW) -> Tensor:
+        """The same in the optimiser's own passes."""
+        if not self.scaler.is_enabled():
+            return flat.step()
+        flat.gather()
+        self.scaler.unscale_(flat)
+        self.scaler.step(flat)
+        self.scaler.update()
+        return torch.zeros_like(self.log.total)
+
     def _drawn(self, number: int) -> AbstractContextManager[None]:
         if self.flat is not None:
-            return self.flat.drawn()
+            return self.flat.drawn(number)
         if self.seed is None:
             return nullcontext()
         return self.net.sampling(at=(self.seed, self.done * self.config.accumulate + number))

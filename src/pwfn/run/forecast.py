@@ -183,8 +183,7 @@ def _heard(say: Callable[[str], object]) -> Iterator[Callable[[str], object]]:
 def _step_seconds(run: Run) -> float:
     """The median of a few real steps, as the run takes them."""
     net, training, batches = run.net, run.config.training, run.train.endless()
-    alone = run.distributed.world == 1 and training.accumulate == 1
-    optimizer = optimizer_for(net, training, run.config.seed, alone=alone)
+    optimizer = optimizer_for(net, training, run.config.seed, run.distributed)
 
     def step() -> None:
         fit(
