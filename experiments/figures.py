@@ -37,10 +37,11 @@ PANELS = {
 
 PUBLISHED = {
     "cifar_vgg16": {
-        "LilNetX": ((129_000, 92.6),),
-        "MIRACLE": ((417_000, 93.4),),
+        "LilNetX": ((129_000, 92.6), (76_000, 90.0)),
+        "Oktay": ((101_000, 90.0),),
+        "MIRACLE": ((417_000, 93.4), (168_000, 90.0)),
         "DeepCABAC": ((960_000, 91.0),),
-    }
+    },
 }
 """Bytes and accuracy that others published, from networks of their own (VGG-16 from 93.4 %)."""
 
@@ -49,7 +50,7 @@ UNFINISHED = "collapse_resnet20"
 
 DEPTH = 2.5  # points below the start, where a panel ends
 QUANTISERS = "LSQ, LSQ+, APoT, Q-ViT"
-TARGETS, ELSEWHERE, QUICK = "PWFN, targets", "PWFN, other tables", "quick"
+TARGETS, ELSEWHERE, QUICK = "PWFN, targets", "PWFN and small, other tables", "quick"
 SMALL, OTHERS = "small", "published by others"
 KINDS = {SMALL: "v", QUICK: "P", TARGETS: "*", ELSEWHERE: "o", "WFN": "^", "k-means": "D", QUANTISERS: "s"}
 """The marker of each kind, in the order of the legend."""
@@ -93,6 +94,8 @@ def points(archive: Archive) -> list[Point]:
                 "kmeans": "k-means",
             }
             kind = known.get(line.method, QUANTISERS)
+            if kind == SMALL and not folder.name.startswith(SMALL):  # ablations, in fewer epochs
+                kind = ELSEWHERE
             if line.method == "pwfn" and folder.name in rows:
                 kind = QUICK if folder.name.endswith("_quick") else TARGETS
             figures = (size.mean, 100 * top1.mean, 100 * (top1.spread or 0.0), 100 * start.mean)
@@ -137,13 +140,18 @@ def _panel(panel: Axes, own: list[Point], published: Mapping[str, tuple[tuple[in
     for name, places in published.items():
         for size_bytes, top1 in places:
             panel.plot(size_bytes / 1000, top1, "x", color="#555555", ms=5, linestyle="", label=OTHERS)
-            panel.annotate(name, (size_bytes / 1000, top1), (3, -9), textcoords="offset points", fontsize=6.5)
+            at = (size_bytes / 1000, top1)
+            panel.annotate(name, at, (2, 3), textcoords="offset points", fontsize=6.5, rotation=40)
     panel.set_xscale("log")
     low, high = panel.get_xlim()
-    ticks = [tick for tick in (25 * 2**power for power in range(10)) if low <= tick <= high]
+    doubled = (25, 50, 100, 200, 400, 800, 1600, 3200)
+    between = (150, 300, 1200, 2000, 2400)
+    shown = doubled if high > 4 * low else (*doubled, *between)
+    ticks = sorted(tick for tick in shown if low <= tick <= high)
     panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     panel.minorticks_off()
-    panel.set_ylim(start - DEPTH, start + 0.4)
+    others = [top1 - 0.5 for marks in published.values() for _, top1 in marks]
+    panel.set_ylim(min([start - DEPTH, *others]), start + 0.4)
     panel.set_xlabel("kB")
 
 
