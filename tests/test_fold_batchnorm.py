@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import convnet, numbers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -79,6 +79,7 @@ def test_it_is_the_function_that_torch_fuses_into_the_convolution(
 
 
 @settings(deadline=None, max_examples=60)
+@example(seed=0, channels=1, eps=1.0, tracked=True)  # gamma / sqrt(2) * sqrt(2) is not gamma here
 @given(
     seed=st.integers(0, 10**6),
     channels=st.integers(1, 65),

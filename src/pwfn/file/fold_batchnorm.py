@@ -67,7 +67,9 @@ def fold_batchnorm(model: nn.Module) -> int:
         own = _own(layer)
         gamma, beta, mean, var = (_exact(own[leaf]) for leaf in _FOLDED)
         scale = gamma / (var + layer.eps).sqrt()
-        weight = (scale * (1 + layer.eps) ** 0.5).to(own["weight"].dtype)
+        # A quotient of tensors, which is exactly 1 where the layer is folded already.
+        ratio = (torch.ones_like(var) + layer.eps) / (var + layer.eps)
+        weight = (gamma * ratio.sqrt()).to(own["weight"].dtype)
         bias = (beta - mean * scale).to(own["bias"].dtype)
         if not bool(torch.isfinite(weight).all() and torch.isfinite(bias).all()):
             raise WeightError(
