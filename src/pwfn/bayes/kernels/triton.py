@@ -130,7 +130,7 @@ def adamw_(
 
 
 def _update(kernel: Any, /, *vectors: Tensor, **numbers: Any) -> None:
-    """Launch the step of an optimiser, which writes all vectors but the last four; no state, no training."""
+    """Launch the step of an optimiser, which writes all but the last four; sigma only if it has state."""
     *written, grad_w, fixed, offsets, scale = vectors
     trains_sigma = written[3].numel() > 0
     numbers.update(length=written[2].numel(), floor=SIGMA_FLOOR, TRAIN_SIGMA=trains_sigma)
