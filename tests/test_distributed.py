@@ -407,7 +407,7 @@ def job_tolerance(distributed: Processes) -> Any:
 
     def keep(progress: Any, ends: bool) -> None:
         now = progress()  # taken by all processes together
-        found[:] = found or now.network["free_sigma"].tolist()
+        found[:] = found or [float(now.network["free_sigma"])]
 
     config = CONFIG.override({"posterior.init": "tolerance", "training.sigma_learning_rate": "off"})
     loader = data(distributed.rank, distributed.world, 8)

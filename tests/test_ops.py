@@ -53,6 +53,38 @@ def test_draw_is_the_formula(size: int, dtype: torch.dtype, on: bool) -> None:
     assert torch.equal(out, drawn)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("on", [True, False])
+def test_a_constant_sigma_draws_the_bits_of_a_vector(
+    size: int, share: str, dtype: torch.dtype, on: bool
+) -> None:
+    """A scalar for the free weights, and one entry per fixed weight."""
+    v = vectors(size, SHARES[share], dtype)
+    fixed, one = v["fixed"], torch.tensor(0.03, dtype=dtype)
+    wanted, at = v | {"free_sigma": one.repeat(size)}, {"seed": 3, "step": 4, "noise_on_fixed": on}
+    assert torch.equal(ops.draw(**v | {"free_sigma": one}, **at), ops.draw(**wanted, **at))
+    given, out = (
+        v | {"free_sigma": one, "fixed_sigma": v["fixed_sigma"][fixed]},
+        torch.empty_like(v["free_mu"]),
+    )
+    ops.draw_(out, **given, **at, offsets=ops.free_offsets(fixed))
+    assert torch.equal(out, ops.draw(**wanted, **at))
+    assert torch.equal(ops.unpacked(given["fixed_sigma"], fixed)[fixed], v["fixed_sigma"][fixed])
+
+
+def test_the_gradient_of_a_scalar_sigma_is_the_sum_of_that_of_a_vector() -> None:
+    v, gradients = vectors(127), []
+    for sigma in (torch.tensor(0.03), torch.full((127,), 0.03)):
+        leaves = v["free_mu"].requires_grad_(), sigma.requires_grad_()
+        drawn = ops.draw(**v | {"free_sigma": sigma}, seed=3, step=4)
+        gradients.append(torch.autograd.grad(drawn.sin().sum(), leaves))
+    (mu, sigma), (mu_of_vector, sigma_of_vector) = gradients
+    assert torch.equal(mu, mu_of_vector)
+    torch.testing.assert_close(sigma, sigma_of_vector.sum())
+
+
 def test_a_sigma_below_the_floor_is_drawn_at_the_floor_and_gets_its_gradient() -> None:
     zeros, sigma = torch.zeros(3), torch.tensor([0.0, -1.0, 2 * FLOOR], requires_grad=True)
     drawn = ops.draw(zeros, sigma, zeros.bool(), zeros, zeros, seed=0, step=0)
@@ -285,6 +317,11 @@ SHORT = torch.ones(4)
         ("draw_backward", {"grad_w": SHORT}, "grad_w is a"),
         ("grad_squared_norm", {"grad_w": SHORT}, "grad_w is a"),
         ("sgd_", {"momentum_sigma": torch.zeros(2)}, "momentum_sigma is a"),
+        ("sgd_", {"free_sigma": torch.tensor(1.0)}, "momentum_sigma is a"),  # only a vector has state
+        ("adamw_", {"free_sigma": torch.tensor(1.0)}, "mean_sigma is a"),
+        *[("draw", {name: torch.tensor(1.0)}, f"{name} is a") for name in ("fixed_mu", "fixed_sigma")],
+        ("draw_", {"fixed_sigma": torch.ones(6)}, "fixed_sigma is a"),
+        ("draw_", {"fixed_sigma": SHORT}, "4 entries for 2 fixed weights"),
         # Whether the state fits the mask is known to the reference, which counts the free weights.
         ("sgd_", {"momentum_mu": SHORT, "momentum_sigma": SHORT}, "4 entries for 3 free weights"),
         ("adamw_", dict.fromkeys(("mean_mu", "mean_sigma", "square_mu", "square_sigma"), SHORT), "4 entries"),
@@ -397,12 +434,15 @@ def test_numbers_on_the_device_give_the_same_step_as_numbers_of_python(name: str
 def test_a_sigma_without_state_stays_and_mu_moves_as_ever(name: str) -> None:
     settings: dict[str, Any] = {**(SGD if name == "sgd_" else {**ADAMW, "count": 1}), "sigma_lr": 0.0}
     ends = []
-    for constant in (False, True):
+    for constant, scalar in ((False, False), (True, False), (True, True)):
         v = vectors(1025)
-        sigma, state = v["free_sigma"].clone(), new_state(name, v["fixed"])
+        free_sigma, state = v["free_sigma"], new_state(name, v["fixed"])
+        free_sigma = free_sigma[0].clone() if scalar else free_sigma
+        sigma = free_sigma.clone()
         given = [s if i % 2 == 0 or not constant else s[:0] for i, s in enumerate(state)]
         rest = v["fixed_mu"], v["fixed"], ops.free_offsets(v["fixed"]), torch.tensor(0.5)
-        getattr(ops, name)(v["free_mu"], v["free_sigma"], *given, *rest, **settings, seed=5, step=2)
-        assert not constant or torch.equal(v["free_sigma"], sigma)
+        getattr(ops, name)(v["free_mu"], free_sigma, *given, *rest, **settings, seed=5, step=2)
+        assert not constant or torch.equal(free_sigma, sigma)
         ends.append(torch.cat([v["free_mu"], *state[::2]]))
-    assert torch.equal(*ends)
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])

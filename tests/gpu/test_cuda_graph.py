@@ -56,19 +56,20 @@ def data() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def run(model: nn.Module | None = None, **training: Any) -> Result:
-    changes = {f"training.{name}": value for name, value in training.items()}
+def run(model: nn.Module | None = None, *, init: str = "powers", **training: Any) -> Result:
+    changes = {f"training.{name}": value for name, value in training.items()} | {"posterior.init": init}
     return compress(model or network(), data(), data(), CONFIG.override(changes), device="cuda")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("scheduler", ["none", "cosine"])
-@pytest.mark.parametrize("sigma", [0.01, None])
+@pytest.mark.parametrize(("init", "sigma"), [("powers", 0.01), ("powers", None), ("constant", None)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_captured_run_ends_with_the_same_bits(
-    precision: str, scheduler: str, sigma: float | None, optimizer: str
+    precision: str, scheduler: str, init: str, sigma: float | None, optimizer: str
 ) -> None:
-    changes = {"optimizer": optimizer, "scheduler": scheduler, "sigma_learning_rate": sigma}
+    changes: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
+    changes |= {"init": init, "sigma_learning_rate": sigma}
     plain = run(precision=precision, **changes, cuda_graph=False)
     captured = run(precision=precision, **changes)
     assert torch.equal(plain.compressed.values(), captured.compressed.values())

@@ -152,6 +152,31 @@ def test_draw_is_the_formula(size: int, dtype: torch.dtype, on: bool) -> None:
         assert torch.allclose(drawn[held].float(), v["fixed_mu"][held], rtol=ULP[dtype], atol=0)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("on", [True, False])
+def test_a_constant_sigma_draws_the_bits_of_a_vector(size: int, share: str, on: bool) -> None:
+    """A scalar for the free weights, and one entry per fixed weight."""
+    v = vectors(size, SHARES[share], device=DEVICE)
+    fixed, one = v["fixed"], torch.tensor(0.03, device=DEVICE)
+    given = {"free_sigma": one, "fixed_sigma": v["fixed_sigma"][fixed]}
+    outs, at = torch.empty(2, size, device=DEVICE).unbind(), {"seed": 3, "step": 4, "noise_on_fixed": on}
+    for block in BLOCKS:
+        offsets = ops.free_offsets(fixed, block)
+        kernels.draw_(outs[0], *(v | given).values(), **at, offsets=offsets, block=block)
+        kernels.draw_(outs[1], *(v | {"free_sigma": one.repeat(size)}).values(), **at)
+        assert torch.equal(*outs)
+
+
+def test_the_sigmas_of_another_mask_are_not_read_past_their_end() -> None:
+    v, out = vectors(1025, 1.0, device=DEVICE), torch.empty(1025, device=DEVICE)
+    room = torch.full((1025,), torch.nan, device=DEVICE)
+    room[:700] = 0.1
+    offsets = ops.free_offsets(v["fixed"])
+    kernels.draw_(out, *(v | {"fixed_sigma": room[:700]}).values(), seed=3, step=4, offsets=offsets)
+    assert bool(out.isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_parameters_may_be_wide_or_narrow(dtype: torch.dtype) -> None:
     v = vectors(1025, dtype=dtype, device=DEVICE)
@@ -255,9 +280,10 @@ def test_a_step_whose_numbers_are_on_the_device_is_the_same(name: str) -> None:
         norm = kernels.grad_squared_norm(out, v["fixed"], seed=5, **at)
         given = [s[:0] if constant and i % 2 else s for i, s in enumerate(state)]
         rest = out, v["fixed"], ops.free_offsets(v["fixed"]), torch.tensor(0.5, device=DEVICE)
-        sigma = v["free_sigma"].clone()
-        getattr(kernels, name)(v["free_mu"], v["free_sigma"], *given, *rest, **numbers, seed=5)
-        assert torch.equal(v["free_sigma"], sigma) is constant
+        free_sigma = v["free_sigma"][0].clone() if constant else v["free_sigma"]  # a scalar has no state
+        sigma = free_sigma.clone()
+        getattr(kernels, name)(v["free_mu"], free_sigma, *given, *rest, **numbers, seed=5)
+        assert torch.equal(free_sigma, sigma) is constant
         ends.append(torch.cat([out, norm.reshape(1).float(), v["free_mu"], *state[::2]]))
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[1], ends[2])

@@ -45,7 +45,8 @@ class GaussianNetwork(Method):
 
     A fixed weight lives in a buffer, not in a parameter: no optimiser, momentum or weight decay can move
     it. ``mu`` and ``sigma`` are the current vectors (fixed where fixed); ``free_mu`` and ``free_sigma``
-    are the trained parameters behind them.
+    are the trained parameters behind them. In a run a constant sigma takes no vector; see
+    :meth:`share_storage`.
 
     >>> model = nn.Linear(4, 2)
     >>> net = GaussianNetwork(model).eval()
@@ -90,7 +91,7 @@ class GaussianNetwork(Method):
     @property
     def sigma(self) -> Tensor:
         """The standard deviation of every weight; at least 2^-30 for a free one."""
-        return torch.where(self.fixed, self.fixed_sigma, self._floored())
+        return torch.where(self.fixed, self._fixed_sigmas(), self._floored())
 
     def start(self, probe: DataProbe) -> None:
         """With ``posterior.init = "tolerance"``, find sigma by the loss on a few batches."""
@@ -112,12 +113,18 @@ class GaussianNetwork(Method):
         True
         """
 
+        def place(sigma: float) -> None:
+            value = max(sigma, SIGMA_FLOOR)
+            if self.free_sigma.dim():
+                self.free_sigma.masked_fill_(~self.fixed, value)
+            else:
+                self.free_sigma.fill_(value)
+
         def of(sigma: float) -> float:
-            self.free_sigma.masked_fill_(~self.fixed, max(sigma, SIGMA_FLOOR))
+            place(sigma)
             return loss()
 
-        found = tolerated_sigma(root_mean_square(self.free_mu), self.settings.posterior.tolerance, of)
-        self.free_sigma.masked_fill_(~self.fixed, max(found, SIGMA_FLOOR))
+        place(tolerated_sigma(root_mean_square(self.free_mu), self.settings.posterior.tolerance, of))
 
     def weights(self) -> dict[str, Tensor]:
         """The weights of one pass by name: a draw in training mode, else the means."""
@@ -184,8 +191,12 @@ class GaussianNetwork(Method):
         new = fixed & ~self.fixed
         moves = relative_moves(self.mu.detach()[new], mu[new])
         self.fixed_mu.copy_(torch.where(new, mu, self.fixed_mu))
-        self.fixed_sigma.copy_(torch.where(new, sigma, self.fixed_sigma))
+        sigmas = torch.where(new, sigma, self._fixed_sigmas())
         self.fixed.copy_(fixed)
+        if self.free_sigma.dim():
+            self.fixed_sigma.copy_(sigmas)
+        else:
+            self.fixed_sigma = sigmas[self.fixed]
         self.records.append(FixRecord(fraction, int(self.fixed.sum()), steps, tuple(moves)))
         return self.records[-1]
 
@@ -231,6 +242,11 @@ class GaussianNetwork(Method):
         """
         if sigma_lr is None:
             sigma_lr = self.settings.training.sigma_learning_rate or 0.0
+        if sigma_lr and not self.free_sigma.dim():
+            raise WeightError(
+                f"sigma_lr is {sigma_lr} for a sigma that is one constant since share_storage: set "
+                "training.sigma_learning_rate in the network's config, or train before share_storage"
+            )
         others = [p for p in self.parameters() if p is not self.free_sigma]
         return [
             {"params": others, "lr": lr, "weight_decay": weight_decay},
@@ -238,16 +254,57 @@ class GaussianNetwork(Method):
         ]
 
     def share_storage(self) -> None:
-        """Let fixed and free values share one storage, which saves two vectors.
+        """Let fixed and free values share one storage, which saves two vectors; a constant sigma takes none.
+
+        Where sigma is not trained and the same for all free weights, ``free_sigma`` becomes a scalar without
+        a gradient, and ``fixed_sigma`` has one entry per fixed weight, in their order. A momentum has one
+        per free weight, so that later rounds take no more memory than the first.
 
         From then on only an optimiser that leaves fixed weights alone may be used, as those of
-        :mod:`pwfn.bayes.optimizer` do. A copy, or a move to another device, has its own storage again.
+        :mod:`pwfn.bayes.optimizer` do. A copy, or a move to another device, has its own storage again; a
+        state that is loaded, its own vector of sigmas.
+
+        >>> net = GaussianNetwork(nn.Linear(4, 2))
+        >>> net.share_storage()
+        >>> net.free_sigma.numel(), net.fixed_sigma.numel(), net.sigma.numel()
+        (1, 0, 10)
         """
         with torch.no_grad():
             self.free_mu.copy_(self.mu)
-            self.free_sigma.copy_(self.sigma)
-        self.fixed_mu, self.fixed_sigma = self.free_mu.detach(), self.free_sigma.detach()
+            self.fixed_mu = self.free_mu.detach()
+            constant = self._constant_sigma()
+            if constant is None:
+                self.free_sigma.copy_(self.sigma)
+                self.fixed_sigma = self.free_sigma.detach()
+            else:
+                self.fixed_sigma = self._fixed_sigmas()[self.fixed]
+                self.free_sigma = nn.Parameter(constant, requires_grad=False)
         self._shares = True
+
+    def _constant_sigma(self) -> Tensor | None:
+        """The sigma of all free weights, where it is not trained and they have the same."""
+        free = self._floored().detach()
+        if not free.dim():
+            return free
+        if self.settings.training.sigma_learning_rate is not None:
+            return None
+        free = free[~self.fixed]
+        return free[0].clone() if free.numel() and bool((free == free[0]).all()) else None
+
+    def _fixed_sigmas(self) -> Tensor:
+        """``fixed_sigma`` with one entry per weight."""
+        return self.fixed_sigma if self.free_sigma.dim() else kernels.unpacked(self.fixed_sigma, self.fixed)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Sigma becomes a vector, whatever it was here and is in the state: then any optimiser may follow."""
+        if not self.free_sigma.dim():
+            self.fixed_sigma = self._fixed_sigmas()
+            self.free_sigma = nn.Parameter(self.free_sigma.detach().repeat(self.layout.size))
+        names = free, held, mask = [prefix + name for name in ("free_sigma", "fixed_sigma", "fixed")]
+        if all(name in state_dict for name in names) and not state_dict[free].dim():
+            state_dict[free] = state_dict[free].repeat(state_dict[mask].numel())
+            state_dict[held] = kernels.unpacked(state_dict[held], state_dict[mask])
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def get_extra_state(self) -> Tensor:
         """The records, as JSON in a tensor of bytes: a state dict of tensors alone fits into safetensors."""
@@ -282,12 +339,12 @@ class GaussianNetwork(Method):
                 self.free_sigma,
                 self.fixed,
                 self.fixed_mu,
-                self.fixed_sigma,
+                self._fixed_sigmas(),
                 seed=seed,
                 step=step,
                 noise_on_fixed=not quiet,
             )
-        fixed_sigma = torch.zeros_like(self.fixed_sigma) if quiet else self.fixed_sigma
+        fixed_sigma = torch.zeros_like(self.fixed_mu) if quiet else self._fixed_sigmas()
         free_sigma = self.free_sigma if self.training else self._floored()
         return kernels.sample(self.mu, torch.where(self.fixed, fixed_sigma, free_sigma), self._generator)
 

@@ -70,6 +70,7 @@ class FlatDraw:
             step=0,
             ahead=count,
             noise_on_fixed=net.settings.posterior.noise_on_fixed,
+            offsets=None if net.free_sigma.dim() else self.offsets,
         )
         if self.narrower is not None:
             self._casts = _Casts(self.leaves, self.narrower)

@@ -35,9 +35,10 @@ _NEEDED = {
     "rates": "two float32 numbers",
     "grad_w": "a floating-point vector of one entry per weight",
     **dict.fromkeys(
-        ("out", "free_mu", "free_sigma", "fixed_mu", "fixed_sigma"),
-        "a contiguous floating-point vector of one entry per weight",
+        ("out", "free_mu", "fixed_mu"), "a contiguous floating-point vector of one entry per weight"
     ),
+    "free_sigma": "a contiguous floating-point vector of one entry per weight, or a scalar",
+    "fixed_sigma": "a contiguous floating-point vector of one entry per weight, or, with offsets, per fixed",
     **dict.fromkeys(
         _STATE,
         "a contiguous floating-point vector of one entry per free weight, or empty for a constant sigma",
@@ -77,6 +78,7 @@ def _check(*, fixed: Tensor, seed: int, step: int, count: int = 1, **others: Any
     if fixed.dim() != 1 or fixed.dtype != torch.bool or not fixed.is_contiguous():
         raise _misfit("fixed", fixed, "a contiguous vector of bool")
     shape, device, state = fixed.shape, fixed.device, None
+    trainable = "free_sigma" not in others or others["free_sigma"].dim() > 0
     for name, value in others.items():
         if name not in _NEEDED or value is None:  # a number, whose type the schema has, or not given
             continue
@@ -92,10 +94,14 @@ def _check(*, fixed: Tensor, seed: int, step: int, count: int = 1, **others: Any
         elif name in _STATE:
             state = state or value.shape
             fits &= value.is_floating_point()
-            fits &= value.shape == state or (name.endswith("sigma") and not value.numel())
+            of_sigma = name.endswith("sigma")
+            fits &= (value.shape == state and (trainable or not of_sigma)) or (of_sigma and not value.numel())
             fits &= value.dim() == 1 and value.numel() <= fixed.numel()
         else:
-            fits &= value.is_floating_point() and value.shape == shape
+            scalar = name == "free_sigma" and value.dim() == 0
+            packed = name == "fixed_sigma" and others.get("offsets") is not None
+            packed &= value.dim() == 1 and value.numel() <= fixed.numel()
+            fits &= value.is_floating_point() and (value.shape == shape or scalar or packed)
         if not fits:
             needed = f"{_NEEDED[name]}, on {device} like fixed, for {fixed.numel():,} weights"
             raise _misfit(name, value, needed)
@@ -140,14 +146,15 @@ adamw_ = _operation(reference.adamw_, _fake_nothing, writes=("free_mu", "free_si
 def _remember(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     free_mu, free_sigma, fixed, *_ = inputs
     ctx.seed, ctx.step = keyword_only_inputs["seed"], keyword_only_inputs["step"]
-    ctx.dtypes = free_mu.dtype, free_sigma.dtype
+    ctx.kinds = [(vector.shape, vector.dtype) for vector in (free_mu, free_sigma)]
     ctx.save_for_backward(fixed)
 
 
 def _gradients(ctx: Any, grad_w: Tensor) -> tuple[Tensor | None, ...]:
     """Of free_mu and free_sigma only; the noise is recomputed, so only the mask was saved."""
     grads = torch.ops.pwfn.draw_backward(grad_w, *ctx.saved_tensors, seed=ctx.seed, step=ctx.step)
-    return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
+    fits = (grad.sum_to_size(shape).to(dtype) for grad, (shape, dtype) in zip(grads, ctx.kinds, strict=True))
+    return *fits, None, None, None
 
 
 torch.library.register_autograd("pwfn::draw", _gradients, setup_context=_remember, lib=_LIBRARY)

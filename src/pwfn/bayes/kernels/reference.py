@@ -11,9 +11,12 @@ not the same bits. Both repeat exactly for the same seed and step. The noise of 
 depend on the length of the vector or on the launch; that of the reference can depend on length and device.
 
 The state of an optimiser (momenta and the like) has one entry per free weight, in their order; that of sigma
-is empty where sigma is not trained, and sigma is then not written. The offsets
+is empty where sigma is not trained, and sigma is then neither read nor written. The offsets
 of ``free_offsets(fixed)`` say where the state of each block of weights begins. Mask, offsets and state
 belong together: a new mask needs new offsets and a new state.
+
+A sigma that is not trained can be a scalar, one number for all free weights. With the offsets, ``draw_``
+takes the sigma of the fixed weights with one entry per fixed weight, in their order.
 
 In a recorded step the numbers that change from step to step must be in the memory of the device: ``ahead``, a
 whole number that is added to ``step`` (and ``count``), and ``rates``, which replaces ``lr`` and ``sigma_lr``.
@@ -76,6 +79,20 @@ def free_offsets(fixed: Tensor, block: int = BLOCK) -> Tensor:
     return counts.cumsum(0) - counts
 
 
+def unpacked(values: Tensor, fixed: Tensor) -> Tensor:
+    """One entry per weight from one per fixed weight; zero where free.
+
+    >>> unpacked(torch.tensor([1.0, 2.0]), torch.tensor([False, True, False, True])).tolist()
+    [0.0, 1.0, 0.0, 2.0]
+    """
+    count = int(fixed.count_nonzero())
+    if values.numel() != count:
+        raise WeightError(
+            f"fixed_sigma has {values.numel():,} entries for {count:,} fixed weights: they must agree"
+        )
+    return values.new_zeros(fixed.shape).masked_scatter_(fixed, values)
+
+
 def generator_seed(seed: int, step: int) -> int:
     """A 64-bit seed for a generator, ``hash(seed, step // 2^32) + step * odd`` modulo 2^64.
 
@@ -128,8 +145,8 @@ def draw(
     ``noise_on_fixed`` a fixed weight is exactly its fixed_mu. The result is rounded once, at the end, to
     ``dtype`` (default: the type of free_mu).
 
-    With g the gradient at w, autograd gives ``g`` to free_mu and ``g * eps`` to free_sigma, zero where
-    fixed. The floor is a projection: a sigma below it still gets its gradient.
+    With g the gradient at w, autograd gives ``g`` to free_mu and ``g * eps`` to free_sigma (its sum to a
+    scalar), zero where fixed. The floor is a projection: a sigma below it still gets its gradient.
 
     >>> mu, sigma, fixed = torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([False, True])
     >>> draw(mu, sigma, fixed, torch.full((2,), 0.5), sigma, seed=0, step=0).tolist()
@@ -154,14 +171,18 @@ def draw_(
     step: int,
     ahead: Tensor | None = None,
     noise_on_fixed: bool = True,
+    offsets: Tensor | None = None,
 ) -> None:
     """``draw`` into an existing vector, rounded to its type; autograd does not record it.
+
+    With ``offsets`` fixed_sigma has one entry per fixed weight.
 
     >>> zeros, fixed, out = torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.empty(3)
     >>> draw_(out, torch.ones(3), zeros, fixed, zeros, zeros, seed=0, step=0)
     >>> out.tolist()
     [1.0, 1.0, 1.0]
     """
+    fixed_sigma = fixed_sigma if offsets is None else unpacked(fixed_sigma, fixed)
     vectors = free_mu, free_sigma, fixed, fixed_mu, fixed_sigma
     step = _moved(step, ahead)
     out.copy_(draw(*vectors, seed=seed, step=step, noise_on_fixed=noise_on_fixed, dtype=out.dtype))
@@ -237,19 +258,15 @@ def sgd_(
     """
     lr, sigma_lr = (lr, sigma_lr) if rates is None else rates.tolist()
     free = _free(fixed, momentum_mu)
-    mu, sigma = _take(free, free_mu, free_sigma)
-    sigma = _floored(sigma)
+    (mu,) = _take(free, free_mu)
     grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=_moved(step, ahead)))
-    for stored, value, buffer, grad, rate in (
-        (free_mu, mu, momentum_mu, grad_mu.mul(scale).to(mu.dtype).add(mu, alpha=weight_decay), lr),
-        (
-            free_sigma,
-            sigma,
-            momentum_sigma,
-            _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap),
-            sigma_lr,
-        ),
-    )[: 2 if momentum_sigma.numel() else 1]:
+    grad_mu = grad_mu.mul(scale).to(mu.dtype).add(mu, alpha=weight_decay)
+    moved = [(free_mu, mu, momentum_mu, grad_mu, lr)]
+    if momentum_sigma.numel():
+        sigma = _floored(*_take(free, free_sigma))
+        grad_sigma = _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap)
+        moved.append((free_sigma, sigma, momentum_sigma, grad_sigma, sigma_lr))
+    for stored, value, buffer, grad, rate in moved:
         new = buffer.to(value.dtype).mul(momentum).add(grad)
         buffer.copy_(new)
         value = value.add(new, alpha=-rate)
@@ -302,20 +319,15 @@ def adamw_(
     lr, sigma_lr = (lr, sigma_lr) if rates is None else rates.tolist()
     count = _moved(count, ahead)
     free = _free(fixed, mean_mu)
-    mu, sigma = _take(free, free_mu, free_sigma)
-    sigma = _floored(sigma)
+    (mu,) = _take(free, free_mu)
     grad_mu, grad_sigma = _take(free, *draw_backward(grad_w, fixed, seed=seed, step=_moved(step, ahead)))
-    for stored, value, mean, square, grad, rate in (
-        (free_mu, mu.mul(1 - lr * weight_decay), mean_mu, square_mu, grad_mu.mul(scale).to(mu.dtype), lr),
-        (
-            free_sigma,
-            sigma,
-            mean_sigma,
-            square_sigma,
-            _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap),
-            sigma_lr,
-        ),
-    )[: 2 if mean_sigma.numel() else 1]:
+    grad_mu = grad_mu.mul(scale).to(mu.dtype)
+    moved = [(free_mu, mu.mul(1 - lr * weight_decay), mean_mu, square_mu, grad_mu, lr)]
+    if mean_sigma.numel():
+        sigma = _floored(*_take(free, free_sigma))
+        grad_sigma = _with_penalty(grad_sigma.mul(scale), sigma, alpha, cap)
+        moved.append((free_sigma, sigma, mean_sigma, square_sigma, grad_sigma, sigma_lr))
+    for stored, value, mean, square, grad, rate in moved:
         new_mean = mean.to(grad.dtype).lerp(grad, 1 - beta1)
         new_square = square.to(grad.dtype).mul(beta2).addcmul(grad, grad, value=1 - beta2)
         mean.copy_(new_mean)

@@ -53,10 +53,12 @@ def draw_(
     *vectors: Tensor,
     noise_on_fixed: bool = True,
     ahead: Tensor | None = None,
+    offsets: Tensor | None = None,
     **numbers: int,
 ) -> None:
-    """See :func:`pwfn.bayes.kernels.reference.draw_`."""
+    """See :func:`pwfn.bayes.kernels.reference.draw_`; the offsets must be those of the same block."""
     given: dict[str, Any] = {"ahead": ahead, "floor": SIGMA_FLOOR, "NOISE_ON_FIXED": noise_on_fixed}
+    given |= {"offsets": offsets, "length": vectors[4].numel(), "STRIDE": vectors[1].dim()}
     _launch(draw_kernel, *vectors, out, **given, **numbers)
     increment_version(out)
 
@@ -128,10 +130,7 @@ def adamw_(
 
 
 def _update(kernel: Any, /, *vectors: Tensor, **numbers: Any) -> None:
-    """Launch the step of an optimiser, which writes all vectors but the last four.
-
-    Where sigma is not trained its state is empty.
-    """
+    """Launch the step of an optimiser, which writes all but the last four; sigma only if it has state."""
     *written, grad_w, fixed, offsets, scale = vectors
     trains_sigma = written[3].numel() > 0
     numbers.update(length=written[2].numel(), floor=SIGMA_FLOOR, TRAIN_SIGMA=trains_sigma)
@@ -239,19 +238,25 @@ def draw_kernel(
     seed,
     step,
     ahead,
+    offsets,
+    length,
     NOISE_ON_FIXED: tl.constexpr,
+    STRIDE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``w = mu + sigma * eps``, with the fixed mu and sigma where fixed."""
+    """``w = mu + sigma * eps``, with the fixed mu and sigma where fixed; stride 0: one free sigma for all."""
     start, at, held, free = _places(fixed, n, BLOCK)
     mu = tl.load(free_mu + at, mask=free, other=0.0).to(WIDE)
     mu = tl.where(held, tl.load(fixed_mu + at, mask=held, other=0.0).to(WIDE), mu)
-    sigma = _floored(tl.load(free_sigma + at, mask=free, other=0.0).to(WIDE), floor)
+    sigma = _floored(tl.load(free_sigma + at * STRIDE, mask=free, other=0.0).to(WIDE), floor)
+    sigma = tl.where(held, 0.0, sigma)
     if NOISE_ON_FIXED:
-        sigma = tl.where(held, tl.load(fixed_sigma + at, mask=held, other=0.0).to(WIDE), sigma)
-    else:
-        sigma = tl.where(held, 0.0, sigma)
+        entry = at
+        if offsets is not None:  # one entry per fixed weight, so without the free ones before it
+            entry = at - tl.load(offsets + tl.program_id(0)) - tl.cumsum(free.to(tl.int32), axis=0)
+        own = tl.load(fixed_sigma + entry, mask=held & (entry < length), other=0.0)
+        sigma = tl.where(held, own.to(WIDE), sigma)
     w = tl.fma(sigma, _noise(seed, _moved(step, ahead), start, BLOCK), mu)
     tl.store(out + at, w, mask=held | free)
 
