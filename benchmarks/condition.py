@@ -31,7 +31,7 @@ from pwfn.bayes.batches import Batch
 from pwfn.bayes.grid.conditioned import ConditionedNetwork
 from pwfn.bayes.method import DataProbe
 from pwfn.bayes.randomness import seeded
-from pwfn.fixing.lockstep import MEMORY
+from pwfn.fixing.conditioning.network import MEMORY
 from pwfn.lab.compare.runner import git_commit
 from pwfn.zoo import models
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.config import Config, Number, Section, setting
 from pwfn.errors import DataError
-from pwfn.fixing.lockstep import Conditioning
+from pwfn.fixing.conditioning.network import Conditioning
 from pwfn.fixing.record import FixRecord
 from pwfn.layout import untouched
 

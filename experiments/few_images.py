@@ -53,7 +53,7 @@ from pwfn.bayes.sigma import root_mean_square
 from pwfn.evaluate.entropy import Pool
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
-from pwfn.fixing.condition import dyadic
+from pwfn.fixing.step import dyadic
 from pwfn.lab.compare.runner import git_commit
 from pwfn.lab.compare.table import markdown
 from pwfn.layout import Layout, untouched

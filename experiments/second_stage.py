@@ -38,8 +38,8 @@ from pwfn import Config
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.objective import accuracy, divergence
 from pwfn.file.fold_batchnorm import shrink_uncompressed
-from pwfn.fixing.lanes import Lane
-from pwfn.fixing.lockstep import Conditioning
+from pwfn.fixing.conditioning.network import Conditioning
+from pwfn.fixing.conditioning.passes import Lane
 from pwfn.lab.compare.runner import git_commit
 from pwfn.lab.compare.table import markdown
 from pwfn.zoo import models

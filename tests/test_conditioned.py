@@ -19,7 +19,7 @@ from pwfn.bayes.method import fix_alike
 from pwfn.bayes.objective import Objective
 from pwfn.bayes.sigma import probe
 from pwfn.file.format import dumps
-from pwfn.fixing.lockstep import Conditioning
+from pwfn.fixing.conditioning.network import Conditioning
 from pwfn.layout import Layout
 from pwfn.zoo.arrays import digits
 

@@ -8,7 +8,7 @@ from cases import Tied, numbers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pwfn.fixing.operations import Normalisation, Product, Watch, Weights
+from pwfn.fixing.conditioning.operations import Normalisation, Product, Watch, Weights
 from pwfn.layout import Layout
 
 ALL = 10**9  # a limit on rows that takes all

@@ -21,7 +21,7 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
 from pwfn.fixing.code_length import LARGEST, CodeLength, code_length
-from pwfn.fixing.condition import next_dyadic
+from pwfn.fixing.step import next_dyadic
 from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import Layout
 from pwfn.run.demo import demo

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch
 from pwfn.errors import DataError
-from pwfn.fixing import scale
-from pwfn.fixing.condition import inverse_factor
-from pwfn.fixing.scale import conditional_square, even_layers, gain_bits, scale_filters
+from pwfn.fixing.conditioning import scale
+from pwfn.fixing.conditioning.columns import inverse_factor
+from pwfn.fixing.conditioning.scale import conditional_square, even_layers, gain_bits, scale_filters
 from pwfn.layout import Layout
 from pwfn.zoo.models import create
 

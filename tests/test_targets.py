@@ -25,7 +25,7 @@ from pwfn import ConfigError, Result, compress, evaluate, loads
 from pwfn.config import TargetConfig
 from pwfn.evaluate.score import Scores
 from pwfn.evaluate.targets import MAX_TRIES, State, check_target, choose, meets, next_step, pareto
-from pwfn.fixing.condition import next_dyadic
+from pwfn.fixing.step import next_dyadic
 from pwfn.progress import Progress
 from pwfn.run.checkpoint import from_plain, to_plain
 

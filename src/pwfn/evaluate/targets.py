@@ -10,7 +10,7 @@ from typing import Any
 from pwfn.config import TargetConfig
 from pwfn.errors import ConfigError
 from pwfn.evaluate.score import Scores, finite
-from pwfn.fixing.condition import dyadic, next_dyadic
+from pwfn.fixing.step import dyadic, next_dyadic
 
 MAX_TRIES = 12
 """Steps that a search tries at most: enough to find the best one where accuracy and size are monotone."""

@@ -1,9 +1,9 @@
 """A network fixed by conditioning: no labels, no training, a thousand images, seconds to minutes.
 
 All weights go to multiples of one step, layer by layer and column by column; see
-:mod:`pwfn.fixing.lockstep`. Filters before BatchNorm are scaled first where that pays; see
-:mod:`pwfn.fixing.scale`. Without a step of its own a run finds one at which the outputs stay close to those
-of the original network.
+:mod:`pwfn.fixing.conditioning.network`. Filters before BatchNorm are scaled first where that pays; see
+:mod:`pwfn.fixing.conditioning.scale`. Without a step of its own a run finds one at which the outputs stay
+close to those of the original network.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.fixing.condition import dyadic, next_dyadic
-from pwfn.fixing.lockstep import Conditioning
+from pwfn.fixing.conditioning.network import Conditioning
+from pwfn.fixing.conditioning.scale import scale_filters
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
-from pwfn.fixing.scale import scale_filters
+from pwfn.fixing.step import dyadic, next_dyadic
 from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import Layout, held, untouched
 

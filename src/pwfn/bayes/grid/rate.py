@@ -27,9 +27,9 @@ from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
 from pwfn.file.native import library
 from pwfn.fixing.code_length import CodeLength, code_length
-from pwfn.fixing.condition import dyadic, next_dyadic
+from pwfn.fixing.conditioning.scale import even_layers
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
-from pwfn.fixing.scale import even_layers
+from pwfn.fixing.step import dyadic, next_dyadic
 from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import held, untouched
 

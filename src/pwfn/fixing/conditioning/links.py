@@ -15,8 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pwfn.fixing.lanes import Inputs
-from pwfn.fixing.operations import Normalisation, Place, Product, Weights
+from pwfn.fixing.conditioning.operations import Normalisation, Place, Product, Weights
+from pwfn.fixing.conditioning.passes import Inputs
 from pwfn.layout import Layout
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.fixing.condition import DAMPING, best_linear, conditional_mean, damping_for, fix_columns
-from pwfn.fixing.lanes import Inputs, Lane, Pass, key_of, pooled, sharing_copy
-from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
+from pwfn.fixing.conditioning.columns import DAMPING, best_linear, conditional_mean, damping_for, fix_columns
+from pwfn.fixing.conditioning.operations import Normalisation, Place, Product, Watch, Weights
+from pwfn.fixing.conditioning.passes import Inputs, Lane, Pass, key_of, pooled, sharing_copy
 from pwfn.layout import Layout
 
 MEMORY = 2 * 2**30

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from pwfn.bayes.batches import Batch
 from pwfn.errors import DataError, WeightError
-from pwfn.fixing.condition import DAMPING, best_linear, fix_columns
-from pwfn.fixing.lockstep import MEMORY, Conditioning
+from pwfn.fixing.conditioning.columns import DAMPING, best_linear, fix_columns
+from pwfn.fixing.conditioning.network import MEMORY, Conditioning
 from pwfn.layout import Layout
 
 STEP = 0.25
@@ -107,12 +107,12 @@ def test_a_layer_with_few_inputs_is_not_fitted_to_these_alone(monkeypatch):
         return float((own(others) - model(others)).detach().square().mean())
 
     damped = error()
-    monkeypatch.setattr("pwfn.fixing.condition._FEW_INPUTS", 0.0)
+    monkeypatch.setattr("pwfn.fixing.conditioning.columns._FEW_INPUTS", 0.0)
     assert damped < 0.8 * error()
 
 
 def test_a_very_wide_layer_is_fixed_in_blocks_of_columns(monkeypatch):
-    monkeypatch.setattr("pwfn.fixing.lockstep._WIDEST", 4)
+    monkeypatch.setattr("pwfn.fixing.conditioning.network._WIDEST", 4)
     model, inputs = seeded(nn.Linear, 6, 4), numbers(40, 6)
     own, _ = conditioned(model, parts_of(inputs))
     rows = with_ones(inputs.double().numpy())

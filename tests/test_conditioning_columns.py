@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pwfn.errors import WeightError
-from pwfn.fixing.condition import (
+from pwfn.fixing.conditioning.columns import (
     DAMPING,
     best_linear,
     conditional_mean,
     damped,
-    dyadic,
     fix_columns,
     inverse_factor,
-    next_dyadic,
 )
+from pwfn.fixing.step import dyadic, next_dyadic
 
 KINDS = ("full", "few", "rank 1", "zero rows", "zero")
 

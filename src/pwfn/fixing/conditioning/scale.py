@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from pwfn.fixing.condition import damped
-from pwfn.fixing.lanes import Inputs, sharing_copy
-from pwfn.fixing.links import Link, exact, find_links, tensors_in
-from pwfn.fixing.operations import Normalisation, Product, Watch, Weights
+from pwfn.fixing.conditioning.columns import damped
+from pwfn.fixing.conditioning.links import Link, exact, find_links, tensors_in
+from pwfn.fixing.conditioning.operations import Normalisation, Product, Watch, Weights
+from pwfn.fixing.conditioning.passes import Inputs, sharing_copy
 from pwfn.layout import Layout
 
 POWER = 0.25
@@ -269,8 +269,8 @@ def _curvatures(
 def conditional_square(moments: Tensor) -> Tensor:
     """Mean square of a layer's inputs, each given those of the columns after it; one number per group.
 
-    For ``H = E[x x^T]`` the mean of ``1 / U_jj^2`` with :func:`~pwfn.fixing.condition.inverse_factor` U:
-    what a rounding error costs if the columns that are fixed later take up their part of it.
+    For ``H = E[x x^T]`` the mean of ``1 / U_jj^2`` with :func:`.columns.inverse_factor` U: what a rounding
+    error costs if the columns that are fixed later take up their part of it.
 
     >>> conditional_square(torch.tensor([[[4.0, 0.0], [0.0, 2.0]]]))  # 1 % damping
     tensor([3.0300], dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pwfn.fixing.operations import Normalisation, Place, Product, Watch, Weights
+from pwfn.fixing.conditioning.operations import Normalisation, Place, Product, Watch, Weights
 
 
 class Inputs(Protocol):

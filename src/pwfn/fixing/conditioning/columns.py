@@ -15,12 +15,11 @@ convolution has one group per channel, most layers have one group.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from pwfn.errors import WeightError
+from pwfn.fixing.step import check_step
 
 DAMPING = 0.01
 """Added to the diagonal of the moments, as a fraction of its mean."""
@@ -28,31 +27,6 @@ DAMPING = 0.01
 _FEW_INPUTS = 0.1  # damping of a layer with as many inputs as columns
 
 _BLOCK = 64  # columns whose errors are passed on together
-_MANTISSA = 8  # a step has at most four significant bits: 8 to 15 times a power of two
-
-
-def dyadic(step: float) -> float:
-    """The largest ``m * 2^-b`` with ``m`` from 8 to 15 that is not above ``step``.
-
-    Multiples of it are sums of a few powers of two.
-
-    >>> dyadic(0.1), dyadic(1.0)
-    (0.09375, 1.0)
-    """
-    _check_step(step)
-    fraction, exponent = math.frexp(step)  # step = fraction * 2^exponent, fraction in [0.5, 1)
-    return math.ldexp(math.floor(fraction * 2 * _MANTISSA) / _MANTISSA, exponent - 1)
-
-
-def next_dyadic(step: float, places: int) -> float:
-    """The step that many places further on the ladder of :func:`dyadic` steps; eight double it.
-
-    >>> next_dyadic(1.0, 1), next_dyadic(1.0, 8), next_dyadic(1.0, -1)
-    (1.125, 2.0, 0.9375)
-    """
-    fraction, exponent = math.frexp(dyadic(step))
-    place = round(fraction * 2 * _MANTISSA) - _MANTISSA + places
-    return math.ldexp(1 + place % _MANTISSA / _MANTISSA, exponent - 1 + place // _MANTISSA)
 
 
 def damped(moments: Tensor, damping: float = DAMPING) -> Tensor:
@@ -91,7 +65,7 @@ def fix_columns(weight: Tensor, moments: Tensor, step: float, damping: float = D
     >>> fix_columns(w, h, 1.0)        # the inputs are equal: only the sum of the weights counts
     tensor([[[1., 0.]]])
     """
-    _check_step(step)
+    check_step(step)
     _check(weight, moments)
     free = weight.to(torch.float64, copy=True)  # changed in place below
     factor = inverse_factor(moments, damping)
@@ -172,11 +146,6 @@ def best_linear(weight: Tensor, cross: Tensor, moments: Tensor, damping: float =
     change = weight.double() @ (cross.double() - moments.double())
     solved = torch.linalg.solve(damped(moments, damping), change.transpose(1, 2)).transpose(1, 2)
     return (weight.double() + solved).to(weight.dtype)
-
-
-def _check_step(step: float) -> None:
-    if not (math.isfinite(step) and step > 0):
-        raise WeightError(f"step is {step!r}: allowed is a finite number above 0")
 
 
 def _check(weight: Tensor, moments: Tensor) -> None:
