@@ -5,6 +5,7 @@ The processes are started as torchrun starts them, by environment variables, eac
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import pytest
 import torch
 from cases import digits_run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import pwfn.lab  # noqa: F401 - the baselines by name
@@ -29,6 +33,7 @@ from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.objective import Objective
 from pwfn.bayes.sigma import probe
 from pwfn.errors import ConfigError, PwfnError
+from pwfn.file.format import dumps
 from pwfn.progress import Round
 from pwfn.run.console import View
 from pwfn.run.folder import run
@@ -226,6 +231,15 @@ def test_each_process_draws_its_own_noise(both: list[dict[str, Any]]) -> None:
     assert first["weights"] == second["weights"]
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_sharded_vectors_end_as_those_of_one_process(world: int) -> None:
+    """The same data and noise in every process: mean gradients, clusters and file are those of one."""
+    alone = trained_in_rounds(nn.Module.train)
+    for status, out, err in ended(start("sharded", world=world)):
+        assert status == 0, err
+        assert json.loads(out) == alone
+
+
 def test_the_mistake_of_the_first_process_is_told_by_all(both: list[dict[str, Any]]) -> None:
     assert all("already holds a run" in found["mistake"] for found in both)
 
@@ -372,6 +386,29 @@ def sentence(work: Any, kind: type[PwfnError]) -> str:
     return str(caught.value)
 
 
+def trained_in_rounds(prepared: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """A loop of one's own, over a network whose vectors do not divide evenly among four processes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).train()
+    # A sigma well above its floor, to which only a vector that is not sharded returns.
+    changes = {"posterior.init": "rms", "fixing.rule": "each", "training.sigma_learning_rate": 0.01}
+    net = GaussianNetwork(model, Config.preset("paper").override(changes))
+    assert net.layout.size == 75
+    net = prepared(net)
+    for fraction in (0.3, 0.8, 1.0):
+        optimizer = torch.optim.SGD(net.parameter_groups(lr=0.05, weight_decay=1e-3), momentum=0.9)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(torch.randn(16, 5)), torch.randint(3, (16,)))
+            (loss + net.penalty()).backward()
+            optimizer.step()
+        net.fix(fraction)
+    made = net.finish()
+    found = {name: tensor.tolist() for name, tensor in made.untouched.items()}
+    steps = [step.centre for record in net.records for step in record.steps]
+    return {**found, "steps": steps, "file": hashlib.sha256(dumps(made)).hexdigest()}
+
+
 def job_halves(distributed: Processes) -> Any:
     return trained(distributed, 8)
 
@@ -446,7 +483,10 @@ def main() -> None:
     job, *arguments = sys.argv[1:]
     status = 0
     try:
-        if job == "run":
+        if job == "sharded":
+            mesh = init_device_mesh("cpu", (launched(),))
+            print(json.dumps(trained_in_rounds(lambda net: fully_shard(net, mesh=mesh))))
+        elif job == "run":
             run(options(Path(arguments[0]), resume=True), CONFIG, Printed())
         else:
             distributed = distributed_for("cpu")

@@ -86,7 +86,7 @@ class GaussianNetwork(Method):
     @property
     def mu(self) -> Tensor:
         """The mean of every weight."""
-        return torch.where(self.fixed, self.fixed_mu, self.free_mu)
+        return torch.where(self.fixed, self.fixed_mu, _whole(self.free_mu))
 
     @property
     def sigma(self) -> Tensor:
@@ -166,7 +166,7 @@ class GaussianNetwork(Method):
 
         Zero where sigma is not trained (``training.sigma_learning_rate = "off"``).
         """
-        short = torch.relu(self.settings.posterior.cap - self.free_sigma)
+        short = torch.relu(self.settings.posterior.cap - _whole(self.free_sigma))
         return self.penalty_strength * short.masked_fill(self.fixed, 0).sum()
 
     def fix(self, fraction: float) -> FixRecord:
@@ -205,8 +205,8 @@ class GaussianNetwork(Method):
         free = int((~self.fixed).sum())
         if free:
             raise WeightError(f"{free:,} of {self.layout.size:,} weights are still free: call fix(1.0) first")
-        values = held(self.layout, self.fixed_mu)
-        return Compressed.of(self.layout, values, self.fixed_sigma, untouched(self.model, self.layout))
+        others = {name: _whole(tensor) for name, tensor in untouched(self.model, self.layout).items()}
+        return Compressed.of(self.layout, held(self.layout, self.fixed_mu), self.fixed_sigma, others)
 
     def rounded(self) -> Self:
         """A copy whose free weights are fixed too, each at its own nearest candidate of the highest order.
@@ -351,4 +351,10 @@ class GaussianNetwork(Method):
     def _floored(self) -> Tensor:
         # Not clamp_min: autograd would keep free_sigma itself for it, which the next forward pass in
         # training mode projects in place.
-        return self.free_sigma.masked_fill(self.free_sigma < SIGMA_FLOOR, SIGMA_FLOOR)
+        sigma = _whole(self.free_sigma)
+        return sigma.masked_fill(sigma < SIGMA_FLOOR, SIGMA_FLOOR)
+
+
+def _whole(vector: Tensor) -> Tensor:
+    """The vector itself, or all of one that ``fully_shard`` has divided; all processes must call this."""
+    return vector.full_tensor() if hasattr(vector, "full_tensor") else vector
