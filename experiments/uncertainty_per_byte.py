@@ -8,6 +8,7 @@ python experiments/uncertainty_per_byte.py --model cifar_resnet20 --weights trai
 seed, into FOLDER/training0_seed0/model.pwfn and so on; the first also by the paper's method, into
 FOLDER/paper_seed0/model.pwfn. Files that exist are used as they are, files without a predictive sigma get
 one (fitted.pwfn beside them). With `--no-compress` nothing is compressed: what is in FOLDER is scored.
+The rows of several files have one of each training or, with a single training, one of each seed.
 
 Every network predicts every data set once. One line per row is appended to
 experiments/results/uncertainty_per_byte.jsonl; `python experiments/results.py docs` makes the table of
@@ -262,6 +263,7 @@ def rows(options: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[dic
         yield together(f"{len(originals)} originals, fp32", originals, sets)
 
     train = open_source(options.data, replace(first.images, augment=False, testing=False)).train
+    alone = len(options.weights) == 1
     members: dict[str, list[tuple[Logs, int]]] = {"point estimates": [], "draws": []}
     for name, path in files.items():
         paper, compressed = name.startswith("paper"), load(path)
@@ -279,12 +281,13 @@ def rows(options: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[dic
         if name.startswith("training0"):
             for label, logs, more in laplace(compressed.apply_to(network), train, sets):
                 yield row(label, name, size + more, logs, sets)
-        if name.endswith(f"seed{options.seeds[0]}") and not paper:
+        if not paper and (alone or name.endswith(f"seed{options.seeds[0]}")):
             members["point estimates"].append((centres, size))
             members["draws"].append((draws, size_drawn))
+    of_one = " of one training" if alone else ""
     for count in range(2, len(members["draws"]) + 1):
         for label, own in members.items():
-            yield together(f"{count} files, {label}", own[:count], sets)
+            yield together(f"{count} files{of_one}, {label}", own[:count], sets)
 
 
 def compressed_files(options: argparse.Namespace) -> dict[str, Path]:

@@ -137,6 +137,15 @@ def test_a_whole_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert shown[0] == "### digits_resnet"
     assert len(shown) == 14
     assert "against noise and rotate:90, 50 images" in shown[-1]
+
+    # With one training its seeds are the members.
+    (tmp_path / "files" / "training1_seed0").rename(tmp_path / "files" / "training0_seed1")
+    words.remove(str(tmp_path / "1.pt"))
+    words[words.index("--seeds") + 1 : words.index("--samples")] = ["0", "1"]
+    monkeypatch.setattr("sys.argv", ["uncertainty_per_byte.py", *words, "--commit", "abc"])
+    per_byte.main()
+    last = json.loads(results.read_text().splitlines()[-1])
+    assert (last["row"], last["bytes"]) == ("2 files of one training, draws", sum(sizes))
     capsys.readouterr()
 
 
