@@ -1,6 +1,6 @@
 """Other ways to train for the bytes, against the method ``rate``; see docs/method.md.
 
-    make results NAME=rate_variants_resnet20
+    make results NAME=rate_short_resnet20
 
 ``Noise``: Gaussian noise of constant size instead of rounding, rounded once at the end. ``EachSigma``: the
 same with one sigma per weight, learned under the description length. ``Rounds``: more and more of the weights

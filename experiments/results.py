@@ -73,7 +73,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "than the one of commit b7694c2 (93.77 %).",
         (
             *("small_vgg16", "small_resnet18", "small_resnet20", "small_resnet56"),
-            *("rate_short_resnet20", "rate_variants_resnet20"),
+            "rate_short_resnet20",
         ),
     ),
     "sigma": (
