@@ -389,6 +389,10 @@ def test_data_config_of_own_timm_and_other_networks() -> None:
     assert timm_config == DataConfig((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224, "bicubic", 0.95)
     other = data_config("python:nets.py:make", small())
     assert other == DataConfig((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), None, crop_pct=0.875)
+    gray = small()
+    gray.pretrained_cfg = {"mean": (0.5,), "std": (0.25,), "input_size": (1, 28, 28)}  # type: ignore[assignment]  # as docs/running.md says
+    found = data_config("python:nets.py:make", gray)
+    assert (found.mean, found.std, found.image_size) == ((0.5,), (0.25,), 28)
 
 
 def test_data_config_of_the_file_comes_first() -> None:

@@ -44,16 +44,19 @@ class Phase(NamedTuple):
 
 
 def phases(config: Config) -> tuple[Phase, ...]:
-    """The training phases of a run: a short one before the first fixing, then equal ones, or as listed.
+    """The training phases: a short one before the first of several fixings, then equal ones, or as listed.
 
     >>> changes = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": 3}
     >>> [tuple(phase) for phase in phases(Config().override(changes))]
     [(0.05, 0.5), (3.0, 1.0)]
+    >>> [tuple(phase) for phase in phases(Config.preset("small").override({"schedule.epochs_per_round": 3}))]
+    [(3.0, 1.0)]
     """
     fractions, epochs = config.schedule.fractions, config.schedule.epochs_per_round
     if isinstance(epochs, Sequence):
         return tuple(map(Phase, epochs, fractions))
-    return tuple(Phase(epochs if i else WARMUP_EPOCHS, fraction) for i, fraction in enumerate(fractions))
+    first = WARMUP_EPOCHS if len(fractions) > 1 else epochs
+    return tuple(Phase(epochs if i else first, fraction) for i, fraction in enumerate(fractions))
 
 
 class WeightState(NamedTuple):

@@ -12,7 +12,7 @@ PAPER_FRACTIONS: tuple[float, ...] = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975,
 """Fraction of all weights that is fixed after each of the ten rounds."""
 
 WARMUP_EPOCHS = 0.05
-"""Training before the first fixing, where ``schedule.epochs_per_round`` is one number."""
+"""Training before the first of several fixings, where ``schedule.epochs_per_round`` is one number."""
 
 
 class Rule(StrEnum):
@@ -161,7 +161,7 @@ class ScheduleConfig(Section):
     epochs_per_round: float | Sequence[float] = setting(
         3.0,
         Epochs(),
-        f"epochs before each fixing: one number ({WARMUP_EPOCHS} before the first), or one per fraction",
+        f"epochs before each fixing: one number ({WARMUP_EPOCHS} before the first of several), or one each",
     )
 
 

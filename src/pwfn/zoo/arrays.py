@@ -158,11 +158,8 @@ class Arrays:
     def opened(self, spec: str, options: DataOptions, classes: int | None = None) -> Data:
         """The data set named ``spec``, on the device; ``classes`` defaults to the largest label plus 1."""
         channels, height, width = (int(side) for side in self.x_train.shape[1:])
-        if len(options.mean) not in (0, channels):
-            raise DataError(
-                f"{self.name}: images are {_size(self.x_train)} and have {channels} channels, mean and std "
-                f"have {len(options.mean)} numbers: use a model for images of {channels} channels"
-            )
+        size = _size(self.x_train)
+        options.check_channels(f"{self.name}: images are {size} and have {channels} channels", channels)
         if options.image_size is not None and (height, width) != (options.image_size,) * 2:
             raise DataError(
                 f"{self.name}: images are {_size(self.x_train)}, the model takes {options.image_size}×"

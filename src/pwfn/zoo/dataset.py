@@ -88,6 +88,14 @@ class DataOptions:
         trained, held = order[: count - self.holdout], order[count - self.holdout :]
         return np.sort(trained[: self.limit]), np.sort(held) if self.holdout else None
 
+    def check_channels(self, images: str, channels: int) -> None:
+        """Refuse images whose channels are not those of mean and std; ``images`` begins the sentence."""
+        if len(self.mean) not in (0, channels):
+            raise DataError(
+                f"{images}, mean and std have {len(self.mean)} numbers: use a model for images of {channels} "
+                "channels; a model of your own names its mean, std and input_size in model.pretrained_cfg"
+            )
+
     def check_divisible(self, name: str, train: int, test: int) -> None:
         """Refuse fewer images than processes."""
         for what, count in (("training", train), ("test", test)):

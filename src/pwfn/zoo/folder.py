@@ -66,7 +66,7 @@ def open_folder(spec: str, directory: str, options: DataOptions) -> Data:
     every class of the network must be there, since their numbers come from their order.
     """
     root = existing(directory)
-    check_channels(root, options)
+    options.check_channels(f"{root}: images are read in 3 channels", 3)
     size = options.image_size or IMAGENET_SIZE
     if options.testing and not (root / "train").is_dir():
         folder = root / "val" if (root / "val").is_dir() else root
@@ -107,15 +107,6 @@ def existing(directory: str) -> Path:
     if not root.is_dir():
         raise DataError(f"{root}: there is no such folder")
     return root
-
-
-def check_channels(root: Path, options: DataOptions) -> None:
-    """Refuse a network that does not take images of three channels."""
-    if len(options.mean) not in (0, 3):
-        raise DataError(
-            f"{root}: images are read in 3 channels, mean and std have {len(options.mean)} numbers: use a "
-            "model for images of 3 channels"
-        )
 
 
 def _class_names(folder: Path) -> tuple[str, ...]:

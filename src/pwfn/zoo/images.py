@@ -14,7 +14,6 @@ from pwfn.zoo.folder import (
     IMAGENET_SIZE,
     ImageLoader,
     Images,
-    check_channels,
     existing,
     files_below,
     image_bytes,
@@ -35,7 +34,7 @@ def open_images(spec: str, directory: str, options: DataOptions) -> Data:
     they take at most 2 GiB there; a few that cannot be read are then left out, with a warning.
     """
     root = existing(directory)
-    check_channels(root, options)
+    options.check_channels(f"{root}: images are read in 3 channels", 3)
     images = Images(root, np.array(files_below(root, root)), None)
     count = len(images.names)
     if count == 0:
