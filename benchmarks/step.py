@@ -45,6 +45,7 @@ from torch.nn.utils import parametrize
 
 from pwfn import Config, GaussianNetwork
 from pwfn.bayes.batches import Batch
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.execution import Compiled
 from pwfn.bayes.grid.rate import RateNetwork
 from pwfn.bayes.method import MOMENTUM, Method, torch_optimizer
@@ -150,16 +151,16 @@ class Rate(RateNetwork):
 
     taken = 0
 
-    def before_step(self, step: int, steps: int) -> None:
+    def before_step(self, step: int, steps: int, distributed: Distributed) -> None:
         """The number of the step in that run."""
         self.taken += 1
-        super().before_step(self.taken, 20 * 391)
+        super().before_step(self.taken, 20 * 391, distributed)
 
 
 class Unpriced(Rate):
     """Without the code length: no term in the loss, no tables to fit."""
 
-    def before_step(self, step: int, steps: int) -> None:
+    def before_step(self, step: int, steps: int, distributed: Distributed) -> None:
         """Nothing."""
 
     def penalty(self) -> None:  # type: ignore[override]  # a method may have none

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import pwfn
 from pwfn import Config, ConfigError, WeightError, report
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.grid import rate
 from pwfn.bayes.grid.rate import RateNetwork
 from pwfn.errors import DivergedError
@@ -28,6 +29,7 @@ from pwfn.run.demo import demo
 from pwfn.zoo.arrays import digits
 
 SMALL = Config.preset("small")
+ALONE = Distributed(torch.device("cpu"))
 SHORT = SMALL.override({"schedule.epochs_per_round": [3.0]})
 
 
@@ -157,7 +159,7 @@ def test_the_price_rises_above_the_target_and_falls_below_it(monkeypatch):
         net = RateNetwork(conv(), SMALL.override({"target.bits": 1.0}))
         now = entropy_bits(net.levels.detach().round())
         net.settings = SMALL.override({"target.bits": factor * now})
-        net.before_step(1, 1)
+        net.before_step(1, 1, ALONE)
         prices.append(net._price)
     assert prices[0] > net.options.price > prices[1]
 
@@ -189,7 +191,7 @@ def test_without_a_size_to_reach_the_price_stays_as_given(target):
     net = RateNetwork(conv(), SMALL.override({**target, "options.price": 0.3}))
     net.gradient_norm.fill_(1.0)
     for step in range(10):
-        net.before_step(step, 100)
+        net.before_step(step, 100, ALONE)
     assert net._refreshes > 0
     assert net._price == pytest.approx(0.3)
     assert net.price.item() == pytest.approx(0.3)
@@ -201,12 +203,12 @@ def test_refreshes_are_spread_over_a_run_of_any_length(changes, monkeypatch):
     rounds = len(changes.get("schedule.fractions", [1.0]))
     config = SMALL.override({**changes, "schedule.epochs_per_round": [1.0] * rounds})
     net, shares = RateNetwork(conv(), config), []
-    monkeypatch.setattr(RateNetwork, "_refresh", lambda self, share: shares.append(share))
+    monkeypatch.setattr(RateNetwork, "_refresh", lambda self, share, _: shares.append(share))
     for steps in (10, 400, 5000, 20000):
         shares.clear()
         for _ in range(rounds):
             for step in range(steps):
-                net.before_step(step, steps)
+                net.before_step(step, steps, ALONE)
         assert sum(shares) == pytest.approx(1, abs=0.11)
         assert len(shares) >= min(48, rounds * (steps - 1))
 
@@ -332,14 +334,36 @@ def test_what_a_run_learns_survives_in_its_state(monkeypatch):
     monkeypatch.setattr(rate, "_REFRESH", 2)
     net = RateNetwork(conv(), SMALL.override({"target.bytes": 3000}))
     for step in range(5):
-        net.before_step(step, 1000)
+        net.before_step(step, 1000, ALONE)
     other = RateNetwork(conv(), SMALL.override({"target.bytes": 3000}))
     other.load_state_dict(copy.deepcopy(net.state_dict()))
     for step in range(5, 9):
         for one in (net, other):
-            one.before_step(step, 1000)
+            one.before_step(step, 1000, ALONE)
         assert other.penalty().equal(net.penalty())
     assert other._price == net._price
+
+
+def test_all_processes_count_the_bytes_of_the_first(monkeypatch):
+    """In training each has its own statistics of BatchNorm, and with them other bytes to count."""
+    monkeypatch.setattr(rate, "_REFRESH", 1)
+    found, prices = [], []
+
+    def first(work):
+        found.append(work())
+        return found[-1]
+
+    for tell in (first, lambda work: found.pop(0), lambda work: work()):
+        torch.manual_seed(0)
+        net = RateNetwork(nn.Sequential(conv(), nn.BatchNorm2d(32)), SMALL.override({"target.bytes": 6000}))
+        if tell is first:
+            net.model[1].running_mean.normal_()
+        seat = Distributed(torch.device("cpu"))
+        seat.first = tell
+        for step in range(1, 5):
+            net.before_step(step, 20_000, seat)
+        prices.append(net._price)
+    assert prices[0] == prices[1] != prices[2]
 
 
 # Whole runs

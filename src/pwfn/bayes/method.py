@@ -112,8 +112,11 @@ class Method(WeightNetwork):
         """Before the first step: starting values that need data."""
         return
 
-    def before_step(self, step: int, steps: int) -> None:
-        """Before step ``step`` (from 0) of a phase of ``steps``, on the host: what cannot be recorded."""
+    def before_step(self, step: int, steps: int, distributed: Distributed) -> None:
+        """Before step ``step`` (from 0) of a phase of ``steps``, on the host: what cannot be recorded.
+
+        All processes must do the same, although their data and statistics of BatchNorm differ.
+        """
         return
 
     def loss_term(self, loss: Tensor) -> Tensor | None:

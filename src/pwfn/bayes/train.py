@@ -212,7 +212,7 @@ class _Stepper:
     def step(self, batches: Iterator[Batch], where: str) -> None:
         """One step; its loss and the norm of the task's gradient go to the log."""
         if isinstance(self.net, Method):
-            self.net.before_step(self.done, self.log.steps)
+            self.net.before_step(self.done, self.log.steps, self.distributed)
         if self._recorded is not None:
             self._recorded(next(batches), where)
             self.net.recordable = not self._recorded.failed

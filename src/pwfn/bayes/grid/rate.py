@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import DataProbe, Method, WeightState, phases, register
 from pwfn.bayes.network import check_finite
 from pwfn.bayes.sigma import root_mean_square
@@ -159,7 +160,7 @@ class RateNetwork(Method):
         levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]  # torch's own
         return self.layout.views(levels * self._grid)
 
-    def before_step(self, step: int, steps: int) -> None:
+    def before_step(self, step: int, steps: int, distributed: Distributed) -> None:
         """Every few steps: fit the tables again, and adjust lambda."""
         whole = steps * len(self.settings.schedule.fractions)  # of all phases, if they are equally long
         every = max(1, min(_REFRESH, whole // _REFRESHES))
@@ -167,7 +168,7 @@ class RateNetwork(Method):
             target = self.settings.target
             if self._last is None and (target.bytes is not None or target.bits is not None):
                 self._price = self._starting_price(whole)
-            self._refresh(every / whole)
+            self._refresh(every / whole, distributed)
 
     def penalty(self) -> Tensor:
         """``lambda * bits / n``."""
@@ -234,7 +235,7 @@ class RateNetwork(Method):
         self.price.fill_(self._price)
 
     @torch.no_grad()
-    def _refresh(self, share: float) -> None:
+    def _refresh(self, share: float, distributed: Distributed) -> None:
         """Fit the tables to the levels; with a target, adjust lambda by how far it is away.
 
         ``share`` is that of the run between two refreshes: a short run has fewer, each with a larger effect.
@@ -246,7 +247,7 @@ class RateNetwork(Method):
         estimate, self._refreshes = _bytes(table, levels), self._refreshes + 1
         # Powers of two, too: much changes at first.
         if self._refreshes % _MEASURE == 0 or self._refreshes.bit_count() == 1:
-            self._measure(levels, estimate)
+            self._measure(levels, estimate, distributed)
         excess = self._excess(levels, estimate)
         if excess is None or not math.isfinite(excess):
             return
@@ -278,11 +279,17 @@ class RateNetwork(Method):
         self.contexts.copy_(table.contexts)
         return table
 
-    def _measure(self, levels: Tensor, estimate: float) -> None:
-        """Compare the estimate with what the file's coder makes of the same levels; count the rest again."""
-        index = self._index_bytes(levels)
-        self._coder_ratio = index / max(estimate, 1.0)
-        self._rest_bytes = self._rest(levels, index)
+    def _measure(self, levels: Tensor, estimate: float, distributed: Distributed | None = None) -> None:
+        """Compare the estimate with what the file's coder makes of the same levels; count the rest again.
+
+        In training each process has its own statistics of BatchNorm; the first one's count.
+        """
+
+        def work() -> tuple[float, int]:
+            index = self._index_bytes(levels)
+            return index / max(estimate, 1.0), self._rest(levels, index)
+
+        self._coder_ratio, self._rest_bytes = work() if distributed is None else distributed.first(work)
 
     def _excess(self, levels: Tensor, estimate: float) -> float | None:
         """Logarithm of the size over the target's, of bytes or bits, the larger; None without a target."""
