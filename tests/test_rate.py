@@ -17,7 +17,7 @@ import pwfn
 from pwfn import Config, ConfigError, WeightError, report
 from pwfn.bayes.grid import rate
 from pwfn.bayes.grid.rate import RateNetwork
-from pwfn.errors import DivergedError
+from pwfn.errors import DataError, DivergedError
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
@@ -316,6 +316,19 @@ def test_outputs_of_several_tensors():
     assert 0 < result.after.loss < 0.1
 
 
+class Classes(nn.Linear):
+    """Whole numbers, which have no gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).argmax(1)
+
+
+def test_outputs_that_cannot_be_compared_are_told():
+    inputs = [x for x, _ in Shuffled()]
+    with pytest.raises(DataError, match="no output is a tensor of floating-point numbers"):
+        pwfn.compress(Classes(6, 3), inputs, inputs, SHORT)
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         generator = torch.Generator().manual_seed(0)
@@ -348,6 +361,24 @@ def test_a_model_may_keep_what_it_computed(wrap):
     """It is copied in training, and a graph cannot be; after training, its posterior is fitted."""
     data = list(Shuffled())
     assert pwfn.compress(Keeps(wrap), data, data, SHORT.override({"target.bits": 1.0})).target_met
+
+
+class Recurrent(nn.Module):
+    """For sequences of 6 numbers; an LSTM holds a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(6, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x[:, None].expand(-1, 3, -1))[0][:, -1])
+
+
+@pytest.mark.parametrize("include", [[], ["type:LSTM"]])
+def test_recurrent_layers_are_compressed_where_that_is_asked_for(include):
+    data = list(Shuffled())
+    config = SHORT.override({"target.bytes": 2200 if include else 8000, "layout.include": include})
+    assert pwfn.compress(Recurrent(), data, data, config).target_met
 
 
 def test_what_a_run_learns_survives_in_its_state(monkeypatch):

@@ -308,7 +308,8 @@ def forget_graphs(net: nn.Module) -> None:
     own = {id(module): module for module in net.modules()}
     for module in own.values():
         for name, value in vars(module).items():
-            kept = [] if name == "_modules" else list(tensors_of(value))
+            found = () if name == "_modules" else tensors_of(value)
+            kept = [tensor for tensor in found if not isinstance(tensor, _Absent)]
             if not all(tensor.is_leaf for tensor in kept):  # deepcopy knows every kind of container
                 plain = {id(tensor): tensor if tensor.is_leaf else tensor.detach() for tensor in kept}
                 module.__dict__[name] = copy.deepcopy(value, {**own, **plain})

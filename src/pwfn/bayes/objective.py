@@ -237,7 +237,10 @@ def squared_error(output: Any, reference: Any) -> Tensor:
 def _numbers(output: Any, reference: Any) -> list[tuple[Tensor, Tensor]]:
     """The tensors of two outputs that can be compared by their difference."""
     pairs = zip(tensors_of(output), tensors_of(reference), strict=True)
-    return [(now, z) for now, z in pairs if z.is_floating_point() and z.numel()]
+    found = [(now, z) for now, z in pairs if z.is_floating_point() and z.numel()]
+    if not found:
+        raise ValueError("no output is a tensor of floating-point numbers, which could be compared")
+    return found
 
 
 def spread(z: Tensor) -> Tensor:
