@@ -264,6 +264,17 @@ def test_a_layer_that_became_zero_is_named():
     assert not any("1.weight" in note for note in net.notes)
 
 
+def test_a_network_of_zeros_is_ruined_whatever_its_scores_are():
+    """A regression has no accuracy that could fall, and without validation data nothing is measured."""
+    data = [(x, x.sum(1, keepdim=True)) for x in numbers(64, 6).split(16)]
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    for scored in (data, None):
+        result = pwfn.compress(model, data, scored, SHORT.override({"target.bits": 1e-3}), F.mse_loss)
+        assert result.target_met
+        assert result.verdict() == "RUINED: every weight is zero; the target was met"
+        assert result.warnings[0] == result.ruined
+
+
 def test_one_huge_weight_does_not_decide_the_step_alone():
     model = mixed()
     with torch.no_grad():

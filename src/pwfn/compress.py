@@ -225,7 +225,6 @@ class Run:
             fixed = fix_alike(net, phase.fraction, self.distributed)
             states = [self._state(number, phase.fraction)] if target.wanted else []
             again = any(net.spare(state.excess_bytes(target)) for state in states)
-        warnings = warn(net.notes, self.distributed)
         after = trace.after_fixing(number, fixed, net.layout, state := net.state())
         self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
         made = Round(
@@ -240,8 +239,10 @@ class Run:
             traces=(after,) if before is None else (before, after),
             rate_bytes=net.rate_bytes(),
         )
-        rounds, found = (*self.progress.rounds, made), (*self.progress.states, *states)
-        self._advance(rounds=rounds, states=found, warnings=self.progress.noted(warnings))
+        done, kept = (*self.progress.rounds, made), (*self.progress.states, *states)
+        self._advance(
+            rounds=done, states=kept, warnings=self.progress.noted(warn(net.notes, self.distributed))
+        )
 
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""
@@ -320,11 +321,12 @@ class Run:
     def _result(self, compressed: Compressed) -> Result:
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         steps = sum(done.steps for done in self.progress.rounds) + self.polish_steps
+        summary, before = summarise(compressed.layout, compressed.values()), self.progress.before
         return Result(
-            compressed=self._recorded(compressed, **recorded(before=self.progress.before, after=after)),
-            summary=summarise(compressed.layout, compressed.values()),
+            compressed=self._recorded(compressed, **recorded(before=before, after=after)),
+            summary=summary,
             rounds=self.progress.rounds,
-            before=self.progress.before,
+            before=before,
             fixed=self.progress.rounds[-1].scores,
             after=after,
             config=self.config,
@@ -332,7 +334,7 @@ class Run:
             seconds=self.progress.seconds,
             states=self.progress.states,
             choice=self.progress.choice,
-            warnings=warn(ruin(self.progress.before, after), self.distributed) + self.progress.warnings,
+            warnings=warn(ruin(before, after, summary.whole), self.distributed) + self.progress.warnings,
             _original=self.original,
         )
 
