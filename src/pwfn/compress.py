@@ -228,10 +228,7 @@ class Run:
         after = trace.after_fixing(number, fixed, net.layout, state := net.state())
         self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
         made = Round(
-            number=number,
-            steps=steps,
-            loss=loss,
-            fix=fixed,
+            *(number, steps, loss, fixed),
             fixed=Pool.of(state.mu if state.fixed is None else state.mu[state.fixed]),
             sigma_quartiles=quartiles,
             scores=states[0].scores if self.searches else self.scores(net),
@@ -240,9 +237,8 @@ class Run:
             rate_bytes=net.rate_bytes(),
         )
         done, kept = (*self.progress.rounds, made), (*self.progress.states, *states)
-        self._advance(
-            rounds=done, states=kept, warnings=self.progress.noted(warn(net.notes, self.distributed))
-        )
+        warnings = self.progress.noted(warn(net.notes, self.distributed))
+        self._advance(rounds=done, states=kept, warnings=warnings)
 
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""

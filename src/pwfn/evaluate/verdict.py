@@ -71,13 +71,13 @@ def ruin(before: Scores | None, after: Scores | None, weights: Pool | None = Non
     >>> ruin(Scores(0.3, 0.922, 10_000), Scores(2.1, 0.389, 10_000))
     ('RUINED: accuracy fell from 92.20% to 38.90%',)
     """
-    if weights is not None and weights.zero_share == 1:
-        return ("RUINED: every weight is zero",)
-    if after is None:
-        return ()
-    why = _not_finite(after) or _disagreement(after)
-    if why is None and before is not None:
-        why = _fall(before, after) or _one_answer(before, after)
+    why = None
+    if after is not None:
+        why = _not_finite(after) or _disagreement(after)
+        if why is None and before is not None:
+            why = _fall(before, after) or _one_answer(before, after)
+    if why is None and weights is not None and weights.zero_share == 1:
+        why = "every weight is zero"
     return () if why is None else (f"RUINED: {why}",)
 
 
