@@ -812,7 +812,7 @@ def test_polish_runs_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
             "finish.polish_epochs": 4,
         }
     )
-    monkeypatch.setattr(sys.modules["pwfn.compress"], "POLISH_LEARNING_RATE", 0.0)
+    monkeypatch.setattr(sys.modules["pwfn.bayes.method"], "POLISH_LEARNING_RATE", 0.0)
     result = compress(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), tiny_data(1), None, config, loss_fn)
     assert float(result.compressed.sigma.max()) > 0
     assert len(losses) == 4 + 1 + 1 + 4
@@ -1023,8 +1023,16 @@ def test_a_loader_that_can_be_read_once_is_told_when_it_runs_out() -> None:
     ) as caught:
         compress(nn.Linear(4, 2), iter(tiny_data(3)), config=config)
     assert len(caught.value.progress.rounds) == 1
-    with pytest.raises(DataError, match="val_loader gave no batch: it is empty, or can be read only once"):
-        compress(nn.Linear(4, 2), tiny_data(3), iter(tiny_data(3)), config=BRIEF)
+
+
+@pytest.mark.parametrize(
+    "once", [iter, lambda data: (batch for batch in data), lambda data: map(tuple, data)]
+)
+def test_validation_data_that_can_be_read_once_are_refused_before_any_training(once: Any) -> None:
+    """They are read again after every round: the second time would come after hours."""
+    with pytest.raises(DataError, match=r"val_loader is a \w+, which can be read only once") as caught:
+        compress(nn.Linear(4, 2), tiny_data(3), once(tiny_data(3)), config=BRIEF)
+    assert caught.value.progress.before is None
 
 
 # Bad input

@@ -177,6 +177,15 @@ def test_the_papers_presets_are_for_pwfn_alone_and_a_wrong_method_gets_a_suggest
         Config.preset("recommended", "lsk")
 
 
+@pytest.mark.parametrize("preset", ["quick", "small"])
+def test_a_preset_with_a_method_of_its_own_does_not_replace_the_one_that_is_asked_for(preset: str) -> None:
+    """Also where that is the usual one."""
+    with pytest.raises(ConfigError, match=f"preset '{preset}' belongs to the method"):
+        Config.preset(preset, "pwfn")
+    with pytest.raises(ConfigError, match=f"preset '{preset}' belongs to the method"):
+        Config.from_toml(f'preset = "{preset}"\nmethod = "pwfn"')
+
+
 def test_names_become_enums_and_lists_become_tuples() -> None:
     config = Config().override({"fixing.rule": "nearest", "schedule.fractions": [0.5, 1]})
     assert config.fixing.rule is Rule.NEAREST

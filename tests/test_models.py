@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pwfn import FileError, GaussianNetwork, Layout, PwfnError
+from pwfn.file.compressed import Compressed
 from pwfn.zoo.models import (
     DataConfig,
     SmallResNet,
@@ -346,6 +347,13 @@ def test_no_code_of_a_file_runs(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=r"nothing else is loaded, since it could run code"):
             load_weights(small(), tmp_path / name)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_compressed_file_as_weights_is_told_from_a_broken_one(tmp_path: Path) -> None:
+    path = tmp_path / "net.pwfn"
+    Compressed.of(layout := Layout.of(model := small()), layout.gather(model), None, {}).save(path)
+    with pytest.raises(FileError, match="is a compressed network, not plain weights: export them with"):
+        load_weights(small(), path)
 
 
 def test_broken_files_are_one_sentence(tmp_path: Path) -> None:

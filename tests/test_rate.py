@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import rate_variants
@@ -17,7 +18,7 @@ from pwfn import Config, ConfigError, WeightError, report
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.grid import rate
 from pwfn.bayes.grid.rate import RateNetwork
-from pwfn.errors import DivergedError
+from pwfn.errors import DataError, DivergedError
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
@@ -265,6 +266,17 @@ def test_a_layer_that_became_zero_is_named():
     assert not any("1.weight" in note for note in net.notes)
 
 
+def test_a_network_of_zeros_is_ruined_whatever_its_scores_are():
+    """A regression has no accuracy that could fall, and without validation data nothing is measured."""
+    data = [(x, x.sum(1, keepdim=True)) for x in numbers(64, 6).split(16)]
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    for scored in (data, None):
+        result = pwfn.compress(model, data, scored, SHORT.override({"target.bits": 1e-3}), F.mse_loss)
+        assert result.target_met
+        assert result.verdict() == "RUINED: every weight is zero; the target was met"
+        assert result.warnings[0] == result.ruined
+
+
 def test_one_huge_weight_does_not_decide_the_step_alone():
     model = mixed()
     with torch.no_grad():
@@ -317,6 +329,19 @@ def test_outputs_of_several_tensors():
     assert 0 < result.after.loss < 0.1
 
 
+class Classes(nn.Linear):
+    """Whole numbers, which have no gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).argmax(1)
+
+
+def test_outputs_that_cannot_be_compared_are_told():
+    inputs = [x for x, _ in Shuffled()]
+    with pytest.raises(DataError, match="no output is a tensor of floating-point numbers"):
+        pwfn.compress(Classes(6, 3), inputs, inputs, SHORT)
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         generator = torch.Generator().manual_seed(0)
@@ -328,6 +353,45 @@ def test_data_without_a_length():
     loader = torch.utils.data.DataLoader(Endless(), batch_size=8)
     config = SHORT.override({"target.bits": 1.0, "training.steps_per_epoch": 5})
     assert pwfn.compress(normalised_classifier(), loader, config=config).epochs == 3
+
+
+class Keeps(nn.Module):
+    """Keeps what it computed in its last pass, as many models do for their figures."""
+
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        self.body, self.head, self.wrap, self.kept = nn.Linear(6, 16), nn.Linear(16, 3), wrap, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.wrap(hidden := self.body(x).relu())
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda h: h, lambda h: [h], lambda h: {"hidden": (h,)}, lambda h: SimpleNamespace(hidden=h)]
+)
+def test_a_model_may_keep_what_it_computed(wrap):
+    """It is copied in training, and a graph cannot be; after training, its posterior is fitted."""
+    data = list(Shuffled())
+    assert pwfn.compress(Keeps(wrap), data, data, SHORT.override({"target.bits": 1.0})).target_met
+
+
+class Recurrent(nn.Module):
+    """For sequences of 6 numbers; an LSTM holds a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(6, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x[:, None].expand(-1, 3, -1))[0][:, -1])
+
+
+@pytest.mark.parametrize("include", [[], ["type:LSTM"]])
+def test_recurrent_layers_are_compressed_where_that_is_asked_for(include):
+    data = list(Shuffled())
+    config = SHORT.override({"target.bytes": 2200 if include else 8000, "layout.include": include})
+    assert pwfn.compress(Recurrent(), data, data, config).target_met
 
 
 def test_what_a_run_learns_survives_in_its_state(monkeypatch):
@@ -399,6 +463,21 @@ def test_a_network_in_a_tenth_of_its_bytes(trained):
     assert result.after.metric > result.before.metric - 0.02
     assert not result.warnings
     assert result.choice.met
+
+
+def test_the_target_holds_where_new_statistics_take_more_bytes():
+    """After so few steps, and behind weights that are cut, BatchNorm sees other inputs than in training."""
+    torch.manual_seed(0)
+    layers = [[nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()] for _ in range(8)]
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3), *(layer for each in layers for layer in each), nn.Flatten(), nn.Linear(576, 10)
+    )
+    data = digits(batch_size=32)
+    config = SMALL.override({"target.bytes": 4200, "schedule.epochs_per_round": [0.05]})
+    result = pwfn.compress(model, data.train, data.test, config)
+    assert 3000 < len(dumps(result.compressed)) <= 4200
+    assert result.choice.met
+    assert result.rate_bytes == pytest.approx(result.file_bytes, rel=0.02)
 
 
 def test_the_target_holds_where_the_uncompressed_part_grows_in_training():
@@ -499,6 +578,39 @@ def test_several_rounds_are_one_training_with_pauses():
     assert [done.fix.fraction for done in result.rounds] == [0.5, 1.0]
 
 
+def test_a_state_counts_with_the_bytes_of_its_file(trained):
+    """Of several rounds, whose BatchNorm is not folded yet because training goes on from there."""
+    model, data = trained
+    rounds = {"schedule.fractions": [0.5, 1.0], "schedule.epochs_per_round": [1.0, 1.0]}
+    result = pwfn.compress(model, data.train, config=SMALL.override({"target.bytes": 4500, **rounds}))
+    assert result.target_met
+    assert result.choice.met
+    kept = result.states[result.choice.round - 1]
+    assert kept.file_bytes == pytest.approx(result.file_bytes, rel=0.01)
+    assert kept.file_bytes < len(kept.content)
+
+
+def test_a_run_that_resumes_takes_the_price_of_its_settings():
+    """Where there is no target, by which a price would have been found."""
+    config, found = SMALL.override({"options.price": 0.1}), SMALL.override({"target.bits": 1.0})
+    for earlier in (config, found):
+        net = RateNetwork(conv(), earlier)
+        net._price = 7.0 if earlier is found else net._price
+        other = RateNetwork(conv(), SMALL.override({"options.price": 0.3}))
+        other.load_state_dict(net.state_dict())
+        assert other.price.item() == pytest.approx(0.3)
+
+
+def test_labels_that_no_posterior_can_read_do_not_cost_the_network():
+    """Training compares with the original network, and does not look at them."""
+    data = list(Shuffled())
+    unlabelled = [(x, torch.full_like(y, -1)) for x, y in data]
+    result = pwfn.compress(normalised_classifier(), unlabelled, data, SHORT.override({"target.bits": 1.0}))
+    assert result.target_met
+    assert result.compressed.sigma_codes is None
+    assert any("no posterior was fitted: data of the posterior" in warning for warning in result.warnings)
+
+
 def test_other_losses_are_distilled_by_the_squared_error():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -534,6 +646,25 @@ def test_images_without_labels_are_enough(trained):
 def test_a_target_below_the_rest_is_refused():
     with pytest.raises(ConfigError, match=r"target\.bytes is 600, and what is not compressed takes"):
         RateNetwork(conv(), SMALL.override({"target.bytes": 600}))
+
+
+def test_it_is_refused_too_where_even_layers_leave_a_larger_rest():
+    """Statistics of layers that were scaled take more bytes than those of a new network."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)) for _ in range(2)]
+    nn.init.normal_(layers[0][0].weight, std=0.3)
+    model, data = nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10)), digits(batch_size=32)
+    rest = RateNetwork(model, SMALL)._rest_bytes
+    config = SMALL.override({"target.bytes": math.ceil((rest + 5) / 0.999)})
+    with pytest.raises(ConfigError, match="what is not compressed takes"):
+        pwfn.compress(model, data.train, data.test, config)
+
+
+def test_the_progress_of_another_method_is_refused():
+    kept = []
+    pwfn.compress(normalised_classifier(), Shuffled(), config=SHORT, on_round=kept.append)
+    with pytest.raises(WeightError, match="it belongs to another network or method"):
+        pwfn.compress(normalised_classifier(), Shuffled(), resume=kept[0])
 
 
 def test_weights_of_zero_are_refused():

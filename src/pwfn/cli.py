@@ -324,7 +324,7 @@ def config(
     if file and (preset or method):
         raise PwfnError("give a file or --preset and --method, not both: a file names its own")
     _find_methods(method, file)
-    settings = Config.load(file) if file else Config.preset(preset or "recommended", method or "pwfn")
+    settings = Config.load(file) if file else Config.preset(preset or "recommended", method)
     typer.echo(json.dumps(settings.to_dict()) if as_json else settings.to_toml(), nl=as_json)
 
 

@@ -18,8 +18,8 @@ from pwfn.bayes.batchnorm import reestimate_batchnorm, unfolded
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.execution import channels_last
 from pwfn.bayes.grid import conditioned, rate  # noqa: F401  # they register the methods of quick and small
-from pwfn.bayes.method import METHODS, MOMENTUM, FixedNetwork, Method, Phase, fix_alike, fused, phases
-from pwfn.bayes.objective import LossFn, Objective, comparison, divergence, relative_square
+from pwfn.bayes.method import METHODS, FixedNetwork, Method, Phase, fix_alike, phases, polish_optimizer
+from pwfn.bayes.objective import LossFn, comparison, tasks
 from pwfn.bayes.optimizer import optimizer_for
 from pwfn.bayes.predictive import run_posterior, wants_posterior
 from pwfn.bayes.randomness import random_states, rank_seed, restore_random_states, seeded, undisturbed
@@ -27,19 +27,19 @@ from pwfn.bayes.sigma import probe
 from pwfn.bayes.train import PhaseState, fit, loss_scaler, steps_in
 from pwfn.config import Config, Precision, SchedulerName
 from pwfn.config.seeds import seed_from
-from pwfn.errors import ConfigError
+from pwfn.errors import ConfigError, DataError
 from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
-from pwfn.evaluate.score import Scores, accuracy, mean_scores, recorded
+from pwfn.evaluate.score import Scores, mean_scores, recorded
 from pwfn.evaluate.targets import State, check_target, choose, next_step
 from pwfn.evaluate.verdict import doubts, kept_statistics, other_threads, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps, loads
+from pwfn.fixing.conditioning.scale import without_gradients
 from pwfn.progress import Keep, Progress, Round, StepEvent, on_cpu
 from pwfn.result import Result
 
-POLISH_LEARNING_RATE = 1e-3
 Trained = Method | FixedNetwork
 
 
@@ -147,18 +147,12 @@ class Run:
         self.train = channels_last(self.train, self.original, config.training.precision)
         self.val: Source | None = None
         if val_loader is not None:
-            self.val = replace(self.train, name="val_loader", loader=batched(val_loader))
+            self.val = replace(self.train, name="val_loader", loader=batched(val_loader)).repeatable()
             self.val = self.val.apart() if val_loader is train_loader else self.val
             if config.method in ("conditioned", "rate") and not distill:  # they can do without labels
                 distill = comparison(next(self.val.batches(), None), self.original)
-        compare = divergence if distill is True else distill or None
-        classifies = loss_fn is F.cross_entropy or isinstance(loss_fn, nn.CrossEntropyLoss)
-        self.metric = metric or (accuracy if classifies and compare in (None, divergence) else None)
+        self.scored, self.objective, self.metric = tasks(loss_fn, metric, distill, self.original, config)
         check_target(config.target, self.val is not None and self.metric is not None)
-        # The argument replaces the task; the setting only changes how it is trained.
-        self.scored = Objective(compare, self.original) if compare else Objective(loss_fn)
-        taught = Objective(divergence if classifies else relative_square, self.original)
-        self.objective = taught if compare is None and config.training.distill else self.scored
         if config.training.compile:
             self.net.compiled, self.objective = self.objective.compiled(self.net.model)
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
@@ -219,25 +213,22 @@ class Run:
     def _round(self, number: int, phase: Phase) -> None:
         """Train, fix, score; then the progress changes at once."""
         started = time.perf_counter()
-        net, steps = self.net, self.steps_in(phase.epochs)
-        where = f"round {number} of {len(self.phases)}"
+        net, steps, where = self.net, self.steps_in(phase.epochs), f"round {number} of {len(self.phases)}"
         loss = None
         if steps:
             seed = seed_from("noise", self.config.seed, self.distributed.rank, number)
             optimizer = optimizer_for(net, self.config.training, seed, self.distributed)
             loss = self._fit(net, optimizer, steps, number, where, seed)
         before = trace.before_fixing(number, net.layout, state := net.state())
-        quartiles = state.sigma_quartiles()
-        fixed = fix_alike(net, phase.fraction, self.distributed)
-        warnings = warn(net.notes, self.distributed)
+        quartiles, target, again = state.sigma_quartiles(), self.config.target, True
+        while again:
+            fixed = fix_alike(net, phase.fraction, self.distributed)
+            states = [self._state(number, phase.fraction)] if target.wanted else []
+            again = any(net.spare(state.excess_bytes(target)) for state in states)
         after = trace.after_fixing(number, fixed, net.layout, state := net.state())
         self.distributed.check_alike(f"{where}: the weights", net.own_tensors())
-        states = [self._state(number, phase.fraction)] if self.config.target.wanted else []
         made = Round(
-            number=number,
-            steps=steps,
-            loss=loss,
-            fix=fixed,
+            *(number, steps, loss, fixed),
             fixed=Pool.of(state.mu if state.fixed is None else state.mu[state.fixed]),
             sigma_quartiles=quartiles,
             scores=states[0].scores if self.searches else self.scores(net),
@@ -245,11 +236,9 @@ class Run:
             traces=(after,) if before is None else (before, after),
             rate_bytes=net.rate_bytes(),
         )
-        self._advance(
-            rounds=(*self.progress.rounds, made),
-            states=(*self.progress.states, *states),
-            warnings=self.progress.noted(warnings),
-        )
+        done, kept = (*self.progress.rounds, made), (*self.progress.states, *states)
+        warnings = self.progress.noted(warn(net.notes, self.distributed))
+        self._advance(rounds=done, states=kept, warnings=warnings)
 
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""
@@ -258,17 +247,18 @@ class Run:
             fixed = FixedNetwork(net, net.finish())
             if self.config.finish.reestimate_epochs:
                 self._reestimate(fixed, self.train.apart().endless())
-            if self.searches or len(self.phases) == 1:  # its bytes are those of the file
-                shrink_uncompressed(fixed.model, self.config.finish)
-            compressed = fixed.finish()
+            goes_on = len(self.phases) > 1 and not self.searches  # from this state, if it is chosen
+            compressed = fixed.finish() if goes_on else fixed.shrunk()
             if wants_posterior(net, self.scored):  # in bytes, one posterior is as large as another
                 compressed = replace(compressed, sigma_codes=(0,) * len(compressed.layout.entries))
             model, val = compressed.apply_to(copy.deepcopy(self.original)), self.val and self.val.apart()
             scores = self.scores(model, Precision.FP32, val)
         pool = Pool.of(compressed.values())
         made = self._recorded(compressed, round=number, **recorded(before=self.progress.before, after=scores))
-        content = self.distributed.first(lambda: dumps(made))
-        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step)
+        sized = goes_on and self.config.target.bytes is not None
+        shrunk = replace(made, untouched=fixed.shrunk().untouched) if sized else None
+        content, size = self.distributed.first(lambda: (dumps(made), len(dumps(shrunk)) if shrunk else None))
+        return State(number, fraction, scores, pool.entropy_bits, pool.unique, content, net.grid_step, size)
 
     def _finish(self) -> Result:
         """Choose a state where there is a target, then what comes after the last fixing."""
@@ -295,9 +285,19 @@ class Run:
                     step(net)
                 uncompressed = on_cpu(net.model.state_dict())
                 self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
-        of = (net.finish(), self.net, self.train.apart(), self.scored, self.original, self.before_batch)
-        codes = self.distributed.first(lambda: run_posterior(*of))
-        return self._result(replace(of[0], sigma_codes=codes))
+        compressed = net.finish()
+        codes, found = self.distributed.first(lambda: self._posterior(compressed))
+        self.progress = replace(self.progress, warnings=self.progress.noted(warn(found, self.distributed)))
+        return self._result(replace(compressed, sigma_codes=codes))
+
+    def _posterior(self, compressed: Compressed) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+        """Codes of the predictive sigmas; None and a warning where the training data have none to give."""
+        of = (self.net, self.train.apart(), self.scored, self.original, self.before_batch)
+        try:
+            with without_gradients(self.original):  # it may keep its outputs, and a graph cannot be copied
+                return run_posterior(compressed, *of), ()
+        except DataError as error:  # labels that training did not read, say: the network is there
+            return None, (f"no posterior was fitted: {error}",)
 
     def _reestimate(self, net: FixedNetwork, batches: Stream | None = None) -> None:
         steps = steps_in(self.config.finish.reestimate_epochs or 0.0, self.batches_per_epoch)
@@ -311,19 +311,18 @@ class Run:
 
     def _polish(self, net: FixedNetwork) -> None:
         """Train the uncompressed parameters alone, with noise off."""
-        trained = [p for p in net.model.parameters() if p.requires_grad]
-        decay, one = self.config.training.weight_decay, fused([{"params": trained}])
-        optimizer = torch.optim.SGD(trained, POLISH_LEARNING_RATE, MOMENTUM, weight_decay=decay, fused=one)
+        optimizer = polish_optimizer(net.model, self.config.training)
         self._fit(net, optimizer, self.polish_steps, len(self.phases) + 1, "polish", None)
 
     def _result(self, compressed: Compressed) -> Result:
         after = self.scores(compressed.apply_to(copy.deepcopy(self.original)), Precision.FP32)
         steps = sum(done.steps for done in self.progress.rounds) + self.polish_steps
+        summary, before = summarise(compressed.layout, compressed.values()), self.progress.before
         return Result(
-            compressed=self._recorded(compressed, **recorded(before=self.progress.before, after=after)),
-            summary=summarise(compressed.layout, compressed.values()),
+            compressed=self._recorded(compressed, **recorded(before=before, after=after)),
+            summary=summary,
             rounds=self.progress.rounds,
-            before=self.progress.before,
+            before=before,
             fixed=self.progress.rounds[-1].scores,
             after=after,
             config=self.config,
@@ -331,7 +330,7 @@ class Run:
             seconds=self.progress.seconds,
             states=self.progress.states,
             choice=self.progress.choice,
-            warnings=warn(ruin(self.progress.before, after), self.distributed) + self.progress.warnings,
+            warnings=warn(ruin(before, after, summary.whole), self.distributed) + self.progress.warnings,
             _original=self.original,
         )
 

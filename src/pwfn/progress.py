@@ -125,9 +125,9 @@ class Progress:
             return
         try:
             net.load_state_dict(self.network)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # a method reads its own state as it likes
             raise WeightError(
-                "the progress does not fit the model: it belongs to another network, to other "
+                "the progress does not fit the model: it belongs to another network or method, to other "
                 "layout.include and layout.exclude, or to another version of pwfn"
             ) from error
 

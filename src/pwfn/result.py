@@ -72,7 +72,7 @@ class Result:
     @property
     def ruined(self) -> str:
         """Why the result is useless, in one sentence; empty if it is not."""
-        return " ".join(ruin(self.before, self.after))
+        return " ".join(ruin(self.before, self.after, self.summary.whole))
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values: the content of ``record.json`` and of ``pwfn compress --json``."""

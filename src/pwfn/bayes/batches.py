@@ -216,6 +216,16 @@ class Source:
                 raise DataError(f"{self.name} failed at batch {number}: {cause(error)}") from error
             yield Batch.of(raw, self.device, self.channels_last)
 
+    def repeatable(self) -> Source:
+        """Itself; an error for a generator, or Python's ``map`` or ``zip``, which give one pass only."""
+        kind = type(self.loader)
+        if isinstance(self.loader, Iterator) and kind.__module__ in ("builtins", "itertools"):
+            raise DataError(
+                f"{self.name} is a {kind.__name__}, which can be read only once: pass a loader that can be "
+                "iterated again and again"
+            )
+        return self
+
     def endless(self, drawn: int = 0) -> Stream:
         """Pass after pass without end, as if ``drawn`` batches had been taken already."""
         return Stream(self, drawn)

@@ -29,10 +29,12 @@ from pwfn.bayes.network import WeightNetwork
 from pwfn.config import METHOD_DEFAULTS, WARMUP_EPOCHS, Config, OptimizerName, Section, TrainingConfig, hint
 from pwfn.errors import ConfigError
 from pwfn.file.compressed import Compressed
+from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.fixing.record import FixRecord
 from pwfn.layout import held, untouched
 
 MOMENTUM = 0.9
+POLISH_LEARNING_RATE = 1e-3
 BETAS = (0.9, 0.999)
 
 
@@ -135,6 +137,13 @@ class Method(WeightNetwork):
     def fix(self, fraction: float) -> FixRecord:
         """After a phase: put at least this fraction of the weights in place; all of them for 1."""
 
+    def spare(self, count: int) -> bool:
+        """After a fixing whose file is so many bytes too large: undo it, so that the next one spares them.
+
+        False where there is nothing to undo: none are, or a fixing does not look at the bytes.
+        """
+        return False
+
     @abstractmethod
     def finish(self) -> Compressed:
         """The compressed network, once every weight is in place."""
@@ -189,6 +198,13 @@ def torch_optimizer(net: Method, config: TrainingConfig) -> torch.optim.Optimize
         eps = torch.finfo(torch.float16).tiny if half else 1e-8
         return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS, eps=eps, **on_device(groups))
     return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, fused=fused(groups))
+
+
+def polish_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+    """For the parameters that are not compressed, after the last fixing."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay, one = config.weight_decay, fused([{"params": trained}])
+    return torch.optim.SGD(trained, POLISH_LEARNING_RATE, MOMENTUM, weight_decay=decay, fused=one)
 
 
 def fused(groups: list[dict[str, Any]]) -> bool | None:
@@ -257,3 +273,8 @@ class FixedNetwork(WeightNetwork):
         """The compressed network, on the CPU, with the other tensors as they are now."""
         tensors = {name: tensor.cpu() for name, tensor in untouched(self.model, self.layout).items()}
         return replace(self._compressed, untouched=tensors)
+
+    def shrunk(self) -> Compressed:
+        """The same as a file has it: with BatchNorm folded and numbers rounded, as the settings say."""
+        shrink_uncompressed(self.model, self.settings.finish)
+        return self.finish()

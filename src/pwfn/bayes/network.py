@@ -303,6 +303,18 @@ def tensors_of(output: Any, depth: int = 6) -> Iterator[Tensor]:
             yield from tensors_of(item, depth - 1)
 
 
+def forget_graphs(net: nn.Module) -> None:
+    """Detach what modules keep of their last pass, such as a term of the loss: a graph cannot be copied."""
+    own = {id(module): module for module in net.modules()}
+    for module in own.values():
+        for name, value in vars(module).items():
+            found = () if name == "_modules" else tensors_of(value)
+            kept = [tensor for tensor in found if not isinstance(tensor, _Absent)]
+            if not all(tensor.is_leaf for tensor in kept):  # deepcopy knows every kind of container
+                plain = {id(tensor): tensor if tensor.is_leaf else tensor.detach() for tensor in kept}
+                module.__dict__[name] = copy.deepcopy(value, {**own, **plain})
+
+
 def hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     """A deep copy of the model without its compressed parameters, whose places hold None.
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pwfn.bayes.batches import BATCH_ERRORS, Batch
 from pwfn.bayes.execution import Compiled
 from pwfn.bayes.network import tensors_of
-from pwfn.config import Precision
+from pwfn.config import Config, Precision
 from pwfn.errors import DataError, TooLargeError, cause
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -114,6 +114,23 @@ class Objective:
         if isinstance(self.loss_fn, nn.CrossEntropyLoss):
             return self.loss_fn.ignore_index
         return -100 if self.loss_fn is F.cross_entropy else None
+
+
+def tasks(
+    loss_fn: LossFn, metric: LossFn | None, distill: bool | LossFn, original: nn.Module, config: Config
+) -> tuple[Objective, Objective, LossFn | None]:
+    """What a run is scored by, what it is trained for, and its metric.
+
+    ``distill`` replaces the task; the setting ``training.distill`` only changes how it is trained.
+    """
+    compare = divergence if distill is True else distill or None
+    scored = Objective(loss_fn) if compare is None else Objective(compare, original)
+    classifies = Objective(loss_fn)._ignored is not None
+    if classifies and compare in (None, divergence):
+        metric = metric or accuracy
+    if compare is None and config.training.distill:
+        return scored, Objective(divergence if classifies else relative_square, original), metric
+    return scored, scored, metric
 
 
 def is_logits(output: Any) -> bool:
@@ -220,7 +237,10 @@ def squared_error(output: Any, reference: Any) -> Tensor:
 def _numbers(output: Any, reference: Any) -> list[tuple[Tensor, Tensor]]:
     """The tensors of two outputs that can be compared by their difference."""
     pairs = zip(tensors_of(output), tensors_of(reference), strict=True)
-    return [(now, z) for now, z in pairs if z.is_floating_point() and z.numel()]
+    found = [(now, z) for now, z in pairs if z.is_floating_point() and z.numel()]
+    if not found:
+        raise ValueError("no output is a tensor of floating-point numbers, which could be compared")
+    return found
 
 
 def spread(z: Tensor) -> Tensor:

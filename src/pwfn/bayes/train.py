@@ -19,7 +19,7 @@ from pwfn.bayes.batches import Batch, is_out_of_memory
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.execution import RecordedStep
 from pwfn.bayes.method import Method
-from pwfn.bayes.network import WeightNetwork
+from pwfn.bayes.network import WeightNetwork, forget_graphs
 from pwfn.bayes.objective import Objective, autocast, largest_that_fits
 from pwfn.bayes.optimizer import FlatAdamW, FlatSGD
 from pwfn.config import Precision, SchedulerName, TrainingConfig
@@ -107,7 +107,7 @@ def fit(
             after_step(step + 1, snapshot)
         if scheduler is not None and step + 1 < steps:
             scheduler.step()
-    _forget_graphs(net)
+    forget_graphs(net)
     return float(distributed.total(log.total)) / distributed.world / max(steps, 1)
 
 
@@ -139,14 +139,6 @@ def _plain_rates(state: dict[str, Any]) -> dict[str, Any]:
     for group in state["param_groups"]:
         group["lr"] = float(group["lr"])
     return state
-
-
-def _forget_graphs(net: nn.Module) -> None:
-    """Detach what modules keep of their last pass, such as a term of the loss: a graph cannot be copied."""
-    for module in net.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                module.__dict__[name] = value.detach()
 
 
 class _Stepper:

@@ -113,7 +113,7 @@ class Config:
         return f"Config({', '.join(changed)})"
 
     @classmethod
-    def preset(cls, name: str, method: str = "pwfn") -> Self:
+    def preset(cls, name: str, method: str | None = None) -> Self:
         """The settings of a preset, ``recommended``, ``small``, ``quick`` or ``paper``, for a method.
 
         ``recommended``: one sigma for all weights, as large as the network tolerates, which is not
@@ -141,9 +141,9 @@ class Config:
         if not isinstance(name, str) or name not in PRESETS:
             raise ConfigError(f"preset {name!r} is unknown{hint(name, PRESETS)}")
         own = PRESETS[name].get("method", "pwfn")
-        if PRESETS[name] and method not in ("pwfn", own):
+        if PRESETS[name] and method not in (None, own):
             raise ConfigError(f"preset {name!r} belongs to the method {own}: leave it out for {method}")
-        method = own if PRESETS[name] else method
+        method = method or own
         config = cls(method=method)
         return config.override({**METHOD_DEFAULTS[method], **PRESETS[name]})
 
@@ -202,7 +202,7 @@ class Config:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"the settings are not valid TOML: {error}") from None
         preset = tables.pop("preset", "recommended")
-        return cls.preset(preset, tables.get("method", "pwfn"))._merged(tables)
+        return cls.preset(preset, tables.get("method"))._merged(tables)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

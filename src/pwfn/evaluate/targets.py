@@ -34,6 +34,16 @@ class State:
     unique: int
     content: bytes  # as a .pwfn file
     step: float | None = None  # all weights are multiples of it, where steps are tried
+    finished_bytes: int | None = None  # of the file made of it, where that is known and smaller
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file if the run ended here."""
+        return len(self.content) if self.finished_bytes is None else self.finished_bytes
+
+    def excess_bytes(self, target: TargetConfig) -> int:
+        """Bytes above the target's; 0 where it is met or sets none."""
+        return 0 if target.bytes is None else max(self.file_bytes - target.bytes, 0)
 
     @property
     def name(self) -> str:
@@ -51,7 +61,7 @@ class State:
             "validation_loss": finite(self.scores.loss) if self.scores else None,
             "entropy_bits": self.entropy_bits,
             "unique": self.unique,
-            "file_bytes": len(self.content),
+            "file_bytes": self.file_bytes,
             **({} if self.step is None else {"step": self.step}),
         }
 
@@ -108,8 +118,8 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
     fitting = [s for s in states if _meets(s, before, target)]
     by_size, by_accuracy = target.max_drop is not None, target.max_drop is None
     if fitting:
-        smallest = min(len(state.content) for state in fitting)
-        near = [state for state in fitting if len(state.content) <= 1.01 * smallest]
+        smallest = min(state.file_bytes for state in fitting)
+        near = [state for state in fitting if state.file_bytes <= 1.01 * smallest]
         chosen, rank = min(near, key=_loss), "the smallest"
         if not by_size:
             chosen = min(fitting, key=lambda s: (0.0 if s.step is None else s.step, *_loss(s)))
@@ -122,7 +132,7 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
         return Choice(chosen.round, True, f"{_figures(chosen, before)}: {of}")
     accurate = [s for s in states if _meets(s, before, TargetConfig(max_drop=target.max_drop))]
     if (by_accuracy or accurate) and target.bytes is not None:
-        chosen, nearest = min(accurate or states, key=lambda s: (len(s.content), s.round)), "the fewest bytes"
+        chosen, nearest = min(accurate or states, key=lambda s: (s.file_bytes, s.round)), "the fewest bytes"
     elif by_accuracy or accurate:
         chosen, nearest = min(accurate or states, key=lambda s: (s.entropy_bits, s.round)), "the fewest bits"
     else:
@@ -194,7 +204,7 @@ def pareto(points: Sequence[tuple[float, int]]) -> list[bool]:
 
 
 def _meets(state: State, before: Scores | None, target: TargetConfig) -> bool:
-    return meets(target, before, state.scores, state.entropy_bits, len(state.content))
+    return meets(target, before, state.scores, state.entropy_bits, state.file_bytes)
 
 
 def _metric(scores: Scores | None) -> float:
@@ -210,9 +220,9 @@ def _drop(before: Scores | None, scores: Scores | None) -> float:
 def _loss(state: State) -> tuple[float, ...]:
     """The smaller, the better: by the metric, else by the loss; what was not scored, by its size."""
     if state.scores is None:  # the largest is nearest to the original
-        return (-len(state.content), state.round)
+        return (-state.file_bytes, state.round)
     lost = state.scores.loss if state.scores.metric is None else -state.scores.metric
-    return (lost if math.isfinite(lost) else math.inf, len(state.content), state.round)
+    return (lost if math.isfinite(lost) else math.inf, state.file_bytes, state.round)
 
 
 def _wanted(target: TargetConfig) -> str:
@@ -232,4 +242,4 @@ def _figures(state: State, before: Scores | None) -> str:
         accuracy = f"{'agreement ' if state.scores.agreement else ''}{state.scores.metric:.2%}, "
         if before is not None and before.metric is not None and not state.scores.agreement:
             accuracy = f"{state.scores.metric:.2%} ({-_drop(before, state.scores):+.2f} points), "
-    return f"{state.name} ({accuracy}{state.entropy_bits:.3f} bits, {len(state.content):,} bytes)"
+    return f"{state.name} ({accuracy}{state.entropy_bits:.3f} bits, {state.file_bytes:,} bytes)"

@@ -14,6 +14,7 @@ from torch import nn
 from pwfn.bayes.batchnorm import tracked
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.network import WeightNetwork
+from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.score import Scores
 
 LOGGER = logging.getLogger("pwfn")
@@ -64,17 +65,19 @@ def other_threads(before: int, now: int) -> tuple[str, ...]:
     )
 
 
-def ruin(before: Scores | None, after: Scores | None) -> tuple[str, ...]:
+def ruin(before: Scores | None, after: Scores | None, weights: Pool | None = None) -> tuple[str, ...]:
     """Why the result is useless, in one sentence; empty if it is not, or if nothing was measured.
 
     >>> ruin(Scores(0.3, 0.922, 10_000), Scores(2.1, 0.389, 10_000))
     ('RUINED: accuracy fell from 92.20% to 38.90%',)
     """
-    if after is None:
-        return ()
-    why = _not_finite(after) or _disagreement(after)
-    if why is None and before is not None:
-        why = _fall(before, after) or _one_answer(before, after)
+    why = None
+    if after is not None:
+        why = _not_finite(after) or _disagreement(after)
+        if why is None and before is not None:
+            why = _fall(before, after) or _one_answer(before, after)
+    if why is None and weights is not None and weights.zero_share == 1:
+        why = "every weight is zero"
     return () if why is None else (f"RUINED: {why}",)
 
 

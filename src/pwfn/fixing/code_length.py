@@ -87,6 +87,24 @@ def _mirrored(table: Tensor, sign: int) -> Tensor:
     return torch.cat([sign * table.flip(1), table], 1).T.reshape(-1)
 
 
+class Rounded(torch.autograd.Function):
+    """Whole numbers; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(levels: Tensor) -> Tensor:
+        """Round half to even."""
+        return levels.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """The same gradient."""
+        return gradient
+
+
 @torch.no_grad()
 def code_length(layout: Layout, levels: Tensor) -> CodeLength:
     """The tables that fit these levels (whole numbers): the probabilities are their own frequencies.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from pwfn.errors import WeightError
 
@@ -37,3 +38,15 @@ def check_step(step: float) -> None:
     """Raise unless it is a finite number above 0."""
     if not (math.isfinite(step) and step > 0):
         raise WeightError(f"step is {step!r}: allowed is a finite number above 0")
+
+
+def bisected(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The smallest number above ``low`` that fits; ``high`` is taken to.
+
+    >>> bisected(lambda places: places >= 3, -64, 64)
+    3
+    """
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

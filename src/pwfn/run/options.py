@@ -78,7 +78,7 @@ def settings(
         raise ConfigError("give --config or --preset, not both: a file names its own preset")
     if file and method:
         raise ConfigError("give --config or --method, not both: a file names its own method")
-    config = Config.load(file) if file else Config.preset(preset or "recommended", method or "pwfn")
+    config = Config.load(file) if file else Config.preset(preset or "recommended", method)
     named = {
         "seed": seed,
         "target.max_drop": max_drop,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pwfn.errors import FileError, PwfnError, cause
+from pwfn.file.writer import MAGIC
 
 _WRAPPERS = ("state_dict", "model")  # keys under which training scripts store the weights
 _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
@@ -32,6 +33,11 @@ def load_weights(model: nn.Module, path: str | Path) -> dict[str, str]:
             start = file.read(9)
     except OSError as error:
         raise FileError(f"{path}: the weights cannot be read: {error.strerror or error}") from error
+    if start.startswith(MAGIC):
+        raise FileError(
+            f"{path}: is a compressed network, not plain weights: export them with pwfn export {path} "
+            "--to safetensors"
+        )
     # The JSON header follows 8 bytes with its length; no file of torch has a brace there.
     state, metadata = _safetensors(path) if start[8:] == b"{" else (_torch(path), {})
     while prefix := next((p for p in _PREFIXES if state and all(k.startswith(p) for k in state)), None):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import DataProbe, Method, WeightState, phases, register
-from pwfn.bayes.network import check_finite
+from pwfn.bayes.network import check_finite, forget_graphs
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.errors import ConfigError, WeightError
@@ -27,10 +26,10 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps
 from pwfn.file.native import library
-from pwfn.fixing.code_length import CodeLength, code_length
+from pwfn.fixing.code_length import CodeLength, Rounded, code_length
 from pwfn.fixing.conditioning.scale import even_layers
 from pwfn.fixing.record import FixRecord, FixStep, relative_moves
-from pwfn.fixing.step import dyadic, next_dyadic
+from pwfn.fixing.step import bisected, dyadic, next_dyadic
 from pwfn.fixing.unique import entropy_bits
 from pwfn.layout import held, untouched
 
@@ -46,6 +45,7 @@ _LARGEST_CHANGE = 0.7  # of log lambda per refresh
 _LOWEST, _HIGHEST = 1e-6, 1e3  # lambda, where a target cannot be reached
 _MARGIN = 0.999  # of the target: the uncompressed part may still change by a few bytes
 _SCORE_BYTES = 80  # of a file: the scores, which are not known in training
+_SPARED = 3  # times that the last fixing is done again, where its file is larger than it could know
 _HALVINGS = 8
 _LADDER = 512  # steps that are tried at most, eight of which double the first
 _MOST_CUT = 0.01  # of the weights, set to zero after training without a word
@@ -61,24 +61,6 @@ class RateOptions(Section):
         Number(0),
         "lambda: loss (in nats) that one bit per weight is worth; with a target, where its search starts",
     )
-
-
-class _Rounded(torch.autograd.Function):
-    """Whole numbers; the gradient passes as it is."""
-
-    @staticmethod
-    def forward(levels: Tensor) -> Tensor:
-        """Round half to even."""
-        return levels.round()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        """Nothing is kept."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The same gradient."""
-        return gradient
 
 
 @register("rate")
@@ -112,16 +94,11 @@ class RateNetwork(Method):
             raise WeightError("every weight is zero: there is nothing to compress")
         self._price, self._refreshes, self._coder_ratio = float(self.options.price), 0, 1.0
         self._last: float | None = None  # the excess at the last refresh
-        self._grid = 1.0
+        self._grid, self._reserve, self._spared = 1.0, 0, 0
+        self._trained: tuple[Tensor, float] | None = None  # levels and step before the last fixing
         self._empty_bytes = self._file_bytes(torch.zeros(self.layout.size), {})
         some = (weights / root_mean_square(weights)).round()
         self._rest_bytes = self._rest(some, self._index_bytes(some))
-        limit = self.settings.target.bytes
-        if limit is not None and self._index_goal <= 0:
-            raise ConfigError(
-                f"target.bytes is {limit:,}, and what is not compressed takes {self._rest_bytes:,} bytes "
-                "without any weight: give a larger target"
-            )
         self._original = (None if self.frozen else copy.deepcopy(model),)  # out of reach of state_dict and to
         self._grid = self.grid_step = self._starting_step(weights)
         self.levels = nn.Parameter(weights / self._grid)
@@ -157,7 +134,7 @@ class RateNetwork(Method):
 
     def weights(self) -> dict[str, Tensor]:
         """The rounded weights, by name."""
-        levels: Tensor = _Rounded.apply(self.levels)  # type: ignore[no-untyped-call]  # torch's own
+        levels: Tensor = Rounded.apply(self.levels)  # type: ignore[no-untyped-call]  # torch's own
         return self.layout.views(levels * self._grid)
 
     def before_step(self, step: int, steps: int, distributed: Distributed) -> None:
@@ -165,8 +142,7 @@ class RateNetwork(Method):
         whole = steps * len(self.settings.schedule.fractions)  # of all phases, if they are equally long
         every = max(1, min(_REFRESH, whole // _REFRESHES))
         if step and step % every == 0:
-            target = self.settings.target
-            if self._last is None and (target.bytes is not None or target.bits is not None):
+            if self._last is None and self._has_size:
                 self._price = self._starting_price(whole)
             self._refresh(every / whole, distributed)
 
@@ -192,6 +168,7 @@ class RateNetwork(Method):
             return FixRecord(fraction, self.layout.size, (), ())
         with torch.no_grad():
             check_finite(self.levels, self.layout, "level of")
+            self._trained = None if self.settings.target.bytes is None else (self.levels.clone(), self._grid)
             before, step = self.levels * self._grid, self._grid
             rounded = self.levels.round()
             self._measure(rounded, _bytes(self._fit_tables(rounded), rounded))
@@ -204,6 +181,16 @@ class RateNetwork(Method):
             moves = relative_moves(before, self.levels * self._grid)
         made = FixStep(math.nan, 0, self._grid, self.layout.size)
         return FixRecord(1.0, self.layout.size, (made,), tuple(moves))
+
+    @torch.no_grad()
+    def spare(self, count: int) -> bool:
+        """BatchNorm has other statistics behind weights that were cut, and they may take more bytes."""
+        if count == 0 or self._trained is None or self._spared == _SPARED:
+            return False
+        (levels, self._grid), self._spared = self._trained, self._spared + 1
+        self.levels.copy_(levels)
+        self._reserve += count + math.ceil((1 - _MARGIN) * (self.settings.target.bytes or 0))
+        return True
 
     def finish(self) -> Compressed:
         """The compressed network; it has no posterior."""
@@ -231,6 +218,8 @@ class RateNetwork(Method):
         """What the feedback knew."""
         kept = json.loads(bytes(state.tolist()))
         self._price, self._refreshes, self._coder_ratio, self._last, self._grid, self._rest_bytes = kept
+        if not self._has_size:  # nothing was found: it is as the settings say, which may have changed
+            self._price = float(self.options.price)
         self.grid_step, self._original = self._grid, (None,)
         self.price.fill_(self._price)
 
@@ -302,6 +291,11 @@ class RateNetwork(Method):
         return max(found, default=None)
 
     @property
+    def _has_size(self) -> bool:
+        """Whether there is a size to reach."""
+        return self.settings.target.bytes is not None or self.settings.target.bits is not None
+
+    @property
     def _index_goal(self) -> float:
         """Bytes that the target leaves for the weights."""
         return _MARGIN * float(self.settings.target.bytes or 0) - self._rest_bytes
@@ -309,6 +303,12 @@ class RateNetwork(Method):
     def _starting_step(self, weights: Tensor) -> float:
         """The step at which the rounded weights have the rate to start with, by bisection."""
         target, size = self.settings.target, self.layout.size
+        if target.bytes is not None and self._index_goal <= 0:
+            raise ConfigError(
+                f"target.bytes is {target.bytes:,}, and what is not compressed takes {self._rest_bytes:,} "
+                "bytes without any weight: give a larger target, or compress more (layout.include; "
+                "print(pwfn.Layout.of(model).table()) lists what is left out)"
+            )
         goal = size / 8 if target.bytes is None else self._index_goal
 
         def estimated(levels: Tensor) -> float:
@@ -331,10 +331,10 @@ class RateNetwork(Method):
         usual = float(weights[weights != 0].abs().median())
         while usual < 8 * next_dyadic(first, low) and low > -_LADDER:
             low -= 64
-        found = _bisected(lambda places: estimated(at(places)) <= _START, low, 64)
+        found = bisected(lambda places: estimated(at(places)) <= _START, low, 64)
         # The estimate knows neither levels above LARGEST nor what the codebook takes.
         if target.bytes is not None and coded(at(found)) > _START**2:
-            found = _bisected(lambda places: coded(at(places)) <= _START, found, 64)
+            found = bisected(lambda places: coded(at(places)) <= _START, found, 64)
         return next_dyadic(first, found)
 
     def _meet_target(self) -> None:
@@ -363,7 +363,7 @@ class RateNetwork(Method):
             self._grid = next_dyadic(step, places)
             return self._fits((weights / self._grid).round())
 
-        self._grid = next_dyadic(step, _bisected(fits, 0, _LADDER)) if fits(_LADDER) else step
+        self._grid = next_dyadic(step, bisected(fits, 0, _LADDER)) if fits(_LADDER) else step
         self.grid_step = self._grid
         self.levels.copy_(weights / self._grid)
 
@@ -401,10 +401,11 @@ class RateNetwork(Method):
 
     def _rest(self, levels: Tensor, index: int) -> int:
         """Bytes of a file with these weights, less those of the weights (``index``)."""
+        forget_graphs(self.model)
         model = copy.deepcopy(self.model)
         if self.settings.finish.shrinks:
             shrink_uncompressed(model, self.settings.finish)
-        return self._file_bytes(levels, untouched(model, self.layout)) + _SCORE_BYTES - index
+        return self._file_bytes(levels, untouched(model, self.layout)) + _SCORE_BYTES + self._reserve - index
 
     def _file_bytes(self, levels: Tensor, rest: dict[str, Tensor]) -> int:
         record = {"method": self.settings.method, "settings": self.settings.to_dict(), **self.record}
@@ -417,14 +418,6 @@ class RateNetwork(Method):
     def _compressed(self, levels: Tensor, rest: dict[str, Tensor]) -> Compressed:
         values = (levels.detach().round() * self._grid).to(self.layout.dtype)
         return Compressed.of(self.layout, held(self.layout, values), None, rest)
-
-
-def _bisected(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest number above ``low`` that fits; ``high`` is taken to."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
 
 
 def _bytes(table: CodeLength, levels: Tensor) -> float:

@@ -35,7 +35,7 @@ def find_links(
 ) -> tuple[list[Link], list[Link], Any]:
     """The layers that may be scaled, other linear layers and convolutions, and the network's output."""
     with exact(), _Trace(weights) as trace:
-        output = batch.through(network, "the first images")
+        output = batch.through(network, "train_loader, the first batches")
     trace.note(output, None)  # what the network returns is used, too
 
     def own(place: Place | None) -> bool:

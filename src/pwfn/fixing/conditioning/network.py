@@ -122,7 +122,7 @@ class Conditioning:
             sizes.setdefault(key_of(found), size)
 
         with Watch(self._weights[0], note):
-            batch.through(sharing_copy(self._networks[0]), "the first images")
+            batch.through(sharing_copy(self._networks[0]), "train_loader, the first batches")
         largest = 0
         for key in reversed(sizes):
             largest = sizes[key] = max(largest, sizes[key])

@@ -77,7 +77,7 @@ def scale_filters(
         return 0
     weights = Weights(model, layout)
     network = sharing_copy(model).eval()
-    with _without_gradients(model):
+    with without_gradients(model):
         links, others, before = find_links(network, weights, layout, batches[0])
         curvatures = _curvatures(network, weights, [*links, *others], batches, score)
     links, others = ([link for link in some if link.layer in curvatures] for some in (links, others))
@@ -110,7 +110,7 @@ def even_layers(model: nn.Module, layout: Layout, batch: Inputs, power: float = 
     """
     weights = Weights(model, layout)
     network = sharing_copy(model).eval()
-    with _without_gradients(model):
+    with without_gradients(model):
         links, _, before = find_links(network, weights, layout, batch)
     squares = [weights.memory(link.product.weight.entry).double().square() for link in links]
     each = [float(square.mean()) for square in squares]
@@ -144,7 +144,7 @@ def _scale(
     for tensor, new in changes:
         tensor.copy_(new)
     with exact():
-        after = batch.through(network, "the first images")
+        after = batch.through(network, "train_loader, the first batches")
     if not _same(after, before):
         for (tensor, _), old in zip(changes, kept, strict=True):
             tensor.copy_(old)
@@ -253,7 +253,7 @@ def _curvatures(
     for batch in some if links else ():
         with torch.enable_grad():
             with Watch(weights, sums.add_moments):
-                output = batch.through(network, "the first images")
+                output = batch.through(network, "train_loader, the first batches")
             number = score(output)
             if sums.starts and number.requires_grad:
                 torch.autograd.grad(number, sums.starts, allow_unused=True)
@@ -341,7 +341,7 @@ def _same(output: Any, before: Any) -> bool:
 
 
 @contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
+def without_gradients(model: nn.Module) -> Iterator[None]:
     """Within the block no parameter requires a gradient."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     model.requires_grad_(False)
