@@ -28,7 +28,7 @@ from pwfn import (
     __version__,
     load,
 )
-from pwfn.export import from_file, reference, to_onnx, to_safetensors, to_torch
+from pwfn.export import from_file, reference, to_onnx, to_pt2, to_safetensors, to_torch
 from pwfn.export import onnx as module_under_test
 from pwfn.layout import untouched
 from pwfn.zoo.models import create, digits_resnet
@@ -308,6 +308,30 @@ def test_an_example_that_does_not_fit(example: Tensor, words: str, tmp_path: Pat
     model = Odd(lambda x: x)
     with pytest.raises(PwfnError, match=words):
         to_onnx(fixed(model), model, example, tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize("write", [to_onnx, to_pt2])
+@pytest.mark.parametrize(
+    ("model", "example", "words"),
+    [
+        (nn.Linear, torch.zeros(2, 20), "the model is a type: allowed is a torch.nn.Module"),
+        (nn.Linear(20, 20), (torch.zeros(2, 20),), "the example is a tuple: give one batch as a tensor"),
+        (nn.Linear(20, 20), np.zeros((2, 20)), "the example is a ndarray: give one batch as a tensor"),
+    ],
+)
+def test_no_model_and_no_tensor(write: Any, model: Any, example: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(PwfnError, match=f"^{words}"):
+        write(fixed(nn.Linear(20, 20)), model, example, tmp_path / "net")
+
+
+def test_a_model_that_cannot_be_copied_or_has_no_memory(tmp_path: Path) -> None:
+    model = nn.Linear(40, 40)
+    compressed = fixed(model)
+    model.last = model(torch.zeros(1, 40))
+    with pytest.raises(PwfnError, match="^Linear cannot be copied: Only Tensors created explicitly"):
+        to_onnx(compressed, model, torch.zeros(2, 40), tmp_path / "net.onnx")
+    to_onnx(compressed, nn.Linear(40, 40, device="meta"), torch.zeros(2, 40), tmp_path / "net.onnx")
+    agree(tmp_path / "net.onnx", compressed.apply_to(nn.Linear(40, 40)), torch.randn(3, 40))
 
 
 def test_models_in_other_types_are_exported_in_fp32(tmp_path: Path) -> None:

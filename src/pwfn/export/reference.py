@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pwfn.bayes.objective import logits
 from pwfn.errors import PwfnError
 from pwfn.file.compressed import Compressed
+from pwfn.layout.coverage import check_model
 from pwfn.version import __version__
 
 TOLERANCE = 1e-5
@@ -46,7 +47,17 @@ class Reference:
                 f"the network computes with quantised or rectified activations, which are not written to "
                 f"{form}: export it to safetensors, or run it in torch with apply_to"
             )
-        module = compressed.apply_to(copy.deepcopy(model).float()).eval().cpu()
+        check_model(model)
+        if not isinstance(example, Tensor):
+            raise PwfnError(
+                f"the example is a {type(example).__name__}: give one batch as a tensor, and wrap a model of "
+                "several inputs so that it takes one"
+            )
+        try:
+            module = copy.deepcopy(model)
+        except Exception as error:  # attributes of the user's model, such as tensors with a gradient's graph
+            raise PwfnError(f"{type(model).__name__} cannot be copied: {cause(error)}") from error
+        module = compressed.apply_to(module.float()).eval().cpu()
         example = example.detach().cpu()
         if example.ndim == 0 or len(example) == 0:
             raise PwfnError("the example holds no input: give a batch of at least one")
