@@ -185,6 +185,20 @@ def test_a_forward_that_counts_channels(forward: Any, dropped: int, tmp_path: Pa
     assert exported(model, (4, 8, 8), tmp_path / "net.pt2").dropped == dropped + 4
 
 
+def test_a_shift_that_is_no_parameter_takes_no_constant(tmp_path: Path) -> None:
+    """What zero filters add to it one of them adds for all; of other layers all go."""
+    model = Lambda(
+        lambda m, x: m.last(m.c(m.b(m.a(x).sigmoid()) + torch.arange(10.0)).relu()),
+        a=nn.Linear(6, 12),
+        b=nn.Linear(12, 10, bias=False),
+        c=nn.Linear(10, 8),
+        last=nn.Linear(8, 4),
+    )
+    with torch.no_grad():
+        model.a.weight[:5], model.c.weight[:3] = 0, 0
+    assert exported(model, (7, 6), tmp_path / "net.pt2").dropped == 3 + 4
+
+
 def test_a_forward_that_fails_without_the_filters(tmp_path: Path) -> None:
     """ONNX has no such operator, as it does nothing; in torch it counts channels. The program is whole."""
     model = Lambda(

@@ -279,7 +279,7 @@ class _Graph:
         users = [each for each in self.nodes if node.output[0] in each.input]
         if len(users) == 1 and users[0].op_type == "Add" and node.output[0] not in self.outputs:
             for i, name in enumerate(users[0].input):
-                if name in self.constants and self.constants[name].shape == (size,):
+                if name not in self.kept and name in self.constants and self.constants[name].shape == (size,):
                     return users[0], i
         return None
 
