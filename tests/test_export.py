@@ -334,6 +334,22 @@ def test_a_model_that_cannot_be_copied_or_has_no_memory(tmp_path: Path) -> None:
     agree(tmp_path / "net.onnx", compressed.apply_to(nn.Linear(40, 40)), torch.randn(3, 40))
 
 
+@pytest.mark.parametrize("write", [to_onnx, to_pt2])
+@pytest.mark.parametrize("forward", [lambda x: x.relu_(), lambda x: x.log()], ids=["in place", "positive"])
+def test_networks_that_change_their_input_or_take_few(forward: Any, write: Any, tmp_path: Path) -> None:
+    """The first sees each test batch as it was, the second has no answer to negative numbers."""
+    model = nn.Sequential(Odd(forward), nn.Linear(20, 20))
+    model[0].linear = nn.Identity()
+    example = torch.rand(2, 20) + 0.5
+    before = example.clone()
+    done = write(fixed(model), model, example, tmp_path / "net")
+    assert 0 <= done.largest_error <= 1e-5
+    assert torch.equal(example, before)
+    if forward(-before).isnan().any():
+        with pytest.raises(PwfnError, match="^Sequential gives outputs that are not finite, for random inputs"):
+            write(fixed(model), model, -before, tmp_path / "net")
+
+
 def test_models_in_other_types_are_exported_in_fp32(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         torch.manual_seed(0)
@@ -478,6 +494,15 @@ def test_nan_and_infinity_are_kept_as_they_are(tmp_path: Path) -> None:
         kept = torch.load(path, weights_only=True)["norm.weight"]
         assert torch.equal(kept.isnan(), torch.full((6,), scale != scale))
     assert not to_torch(mixed([0.5], scale=1e38), tmp_path / "net.pt", "fp16").untouched_exact
+
+
+def test_a_type_that_safetensors_does_not_have(tmp_path: Path) -> None:
+    compressed = mixed([0.5])
+    compressed.untouched["phase"] = torch.tensor([1j], dtype=torch.complex128)
+    with pytest.raises(FileError, match="^phase is complex128, which safetensors has no type for: write a torch"):
+        to_safetensors(compressed, tmp_path / "net")
+    to_torch(compressed, tmp_path / "net")
+    assert torch.equal(torch.load(tmp_path / "net")["phase"], compressed.untouched["phase"])
 
 
 def test_unknown_type(tmp_path: Path) -> None:
