@@ -218,7 +218,7 @@ def test_what_is_no_model_to_apply_to_is_named(target: Any, words: str, weights:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_takes_dense_weights_only() -> None:
     result, script = fixed(nn.Linear(3, 4)), torch.jit.trace(nn.Linear(3, 4), torch.ones(1, 3))
-    with pytest.raises(LayoutError, match="^the model is a TorchScript module: pass the eager model"):
+    with pytest.raises(LayoutError, match=r"^the model is a TorchScript module: pass the eager model"):
         result.apply_to(script, weights="indices")
     x = torch.randn(2, 3)
     assert torch.equal(result.apply_to(script)(x), result.apply_to(nn.Linear(3, 4))(x))

@@ -328,7 +328,7 @@ def test_a_model_that_cannot_be_copied_or_has_no_memory(tmp_path: Path) -> None:
     model = nn.Linear(40, 40)
     compressed = fixed(model)
     model.last = model(torch.zeros(1, 40))
-    with pytest.raises(PwfnError, match="^Linear cannot be copied: Only Tensors created explicitly"):
+    with pytest.raises(PwfnError, match=r"^Linear cannot be copied: Only Tensors created explicitly"):
         to_onnx(compressed, model, torch.zeros(2, 40), tmp_path / "net.onnx")
     to_onnx(compressed, nn.Linear(40, 40, device="meta"), torch.zeros(2, 40), tmp_path / "net.onnx")
     agree(tmp_path / "net.onnx", compressed.apply_to(nn.Linear(40, 40)), torch.randn(3, 40))
@@ -346,7 +346,9 @@ def test_networks_that_change_their_input_or_take_few(forward: Any, write: Any, 
     assert 0 <= done.largest_error <= 1e-5
     assert torch.equal(example, before)
     if forward(-before).isnan().any():
-        with pytest.raises(PwfnError, match="^Sequential gives outputs that are not finite, for random inputs"):
+        with pytest.raises(
+            PwfnError, match=r"^Sequential gives outputs that are not finite, for random inputs"
+        ):
             write(fixed(model), model, -before, tmp_path / "net")
 
 
@@ -499,7 +501,9 @@ def test_nan_and_infinity_are_kept_as_they_are(tmp_path: Path) -> None:
 def test_a_type_that_safetensors_does_not_have(tmp_path: Path) -> None:
     compressed = mixed([0.5])
     compressed.untouched["phase"] = torch.tensor([1j], dtype=torch.complex128)
-    with pytest.raises(FileError, match="^phase is complex128, which safetensors has no type for: write a torch"):
+    with pytest.raises(
+        FileError, match=r"^phase is complex128, which safetensors has no type for: write a torch"
+    ):
         to_safetensors(compressed, tmp_path / "net")
     to_torch(compressed, tmp_path / "net")
     assert torch.equal(torch.load(tmp_path / "net")["phase"], compressed.untouched["phase"])

@@ -44,7 +44,9 @@ def to_safetensors(compressed: Compressed, path: str | Path, dtype: str = "fp32"
     once = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
     for name, tensor in once.items():
         if tensor.dtype == torch.complex128:
-            raise FileError(f"{name} is complex128, which safetensors has no type for: write a torch state dict")
+            raise FileError(
+                f"{name} is complex128, which safetensors has no type for: write a torch state dict"
+            )
     with replacing(path) as temporary:
         save_file(once, temporary, metadata={"format": "pt"})
     return exactness

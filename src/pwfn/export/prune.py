@@ -120,7 +120,7 @@ class _Graph:
         self.proto.graph.initializer.extend(kept)
 
     def filters(self) -> int:
-        """The filters of all convolutions, grouped ones too, and of the linear layers, shared ones each time."""
+        """The filters of all convolutions, grouped ones too, and of linear layers, shared ones each time."""
         linear = [layer for node in self.nodes if node.op_type != "Conv" and (layer := self.found(node))]
         plain = [(layer.weight, layer.outputs) for layer in linear]
         every = plain + [(node.input[1], 0) for node in self.nodes if node.op_type == "Conv"]

@@ -68,7 +68,7 @@ class Reference:
             if all(bool(output.isfinite().all()) for output in wanted):
                 return cls(module, example, batches, wanted)
         raise PwfnError(
-            f"{type(module).__name__} gives outputs that are not finite, for random inputs and for the example: "
+            f"{type(module).__name__} gives outputs that are not finite, for random inputs and the example: "
             "in Python, give an example for which they are"
         )
 

@@ -195,7 +195,7 @@ class Compressed(Content):
             ours |= dict.fromkeys((entry.name, *entry.aliases), entry.shape)
         state: Mapping[str, object] = model.state_dict()
         for name, value in state.items():
-            if is_lazy(value):
+            if isinstance(value, Tensor) and is_lazy(value):
                 raise LayoutError(f"{name} has no shape yet: run one batch through the model first")
         theirs = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         differing = [
