@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pwfn import Compressed, GaussianNetwork, Layout, LayoutError, WeightError
+from pwfn import Compressed, FileError, GaussianNetwork, Layout, LayoutError, WeightError
 from pwfn.zoo.models import digits_resnet
 
 TOKENS = torch.arange(11)
@@ -112,6 +113,12 @@ def test_repr_is_one_short_line() -> None:
     assert "8 codebooks" in repr(divided)
     with pytest.raises(WeightError, match="8 codebooks"):
         _ = divided.codebook
+
+
+@pytest.mark.parametrize("target", [None, 5, io.StringIO()])
+def test_a_target_that_takes_no_bytes_is_refused(target: Any) -> None:
+    with pytest.raises(FileError, match=f"a {type(target).__name__} is no path and no binary file object"):
+        fixed(nn.Linear(2, 2)).save(target)
 
 
 def test_lengths_must_agree() -> None:

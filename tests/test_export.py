@@ -582,6 +582,12 @@ def test_the_source_is_never_the_target(digits: Path) -> None:
     assert renamed.read_bytes() == before
 
 
+def test_a_target_that_cannot_be_looked_at(digits: Path) -> None:
+    for name in ("a" * 300, "a" * 300 + "/net.pt"):
+        with pytest.raises(PwfnError, match=": cannot be written: File name too long"):
+            from_file(digits, "torch", digits.parent / name)
+
+
 def test_a_file_may_not_choose_code_to_run(digits: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     code = tmp_path / "code.py"
