@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pwfn import Compressed, GaussianNetwork, Layout, LayoutError, WeightError
+from pwfn import Compressed, FileError, GaussianNetwork, Layout, LayoutError, WeightError
 from pwfn.zoo.models import digits_resnet
 
 TOKENS = torch.arange(11)
@@ -114,6 +115,12 @@ def test_repr_is_one_short_line() -> None:
         _ = divided.codebook
 
 
+@pytest.mark.parametrize("target", [None, 5, io.StringIO()])
+def test_a_target_that_takes_no_bytes_is_refused(target: Any) -> None:
+    with pytest.raises(FileError, match=f"a {type(target).__name__} is no path and no binary file object"):
+        fixed(nn.Linear(2, 2)).save(target)
+
+
 def test_lengths_must_agree() -> None:
     layout = Layout.of(nn.Linear(3, 1, bias=False))
     for values, sigma in (((2,), (3,)), ((3,), (2,)), ((3,), (4,)), ((3, 1), (3,))):
@@ -196,6 +203,54 @@ def test_apply_to_another_architecture_lists_what_differs() -> None:
     with pytest.raises(LayoutError, match=r"; and 4 more$") as caught:
         fixed(nn.Linear(2, 2)).apply_to(nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))))
     assert str(caught.value).count(" here") == 10
+
+
+@pytest.mark.parametrize("weights", ["dense", "indices"])
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (None, "the model is a NoneType: allowed is a torch.nn.Module"),
+        (nn.Linear, "the model is a type: allowed is a torch.nn.Module"),
+        (nn.LazyLinear(4), "weight has no shape yet: run one batch through the model first"),
+        (nn.DataParallel(nn.Linear(3, 4)), "the model is wrapped for data parallelism: pass model.module"),
+        (torch.compile(nn.Linear(3, 4), backend="eager"), "the model is already compiled: pass the original"),
+    ],
+    ids=["nothing", "a class", "lazy", "wrapped", "compiled"],
+)
+def test_what_is_no_model_to_apply_to_is_named(target: Any, words: str, weights: str) -> None:
+    with pytest.raises(LayoutError, match=f"^{words}"):
+        fixed(nn.Linear(3, 4)).apply_to(target, weights=weights)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_takes_dense_weights_only() -> None:
+    result, script = fixed(nn.Linear(3, 4)), torch.jit.trace(nn.Linear(3, 4), torch.ones(1, 3))
+    with pytest.raises(LayoutError, match=r"^the model is a TorchScript module: pass the eager model"):
+        result.apply_to(script, weights="indices")
+    x = torch.randn(2, 3)
+    assert torch.equal(result.apply_to(script)(x), result.apply_to(nn.Linear(3, 4))(x))
+
+
+@pytest.mark.parametrize("weights", ["dense", "indices"])
+def test_a_model_without_memory_gets_it_and_stays_tied(weights: str) -> None:
+    """Its own types count, as for any other model."""
+
+    def make() -> nn.Module:
+        layers = [nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 4), nn.Linear(4, 4), nn.LayerNorm(4)]
+        layers[3].weight, layers[4].weight = layers[0].weight, layers[1].weight
+        return nn.ModuleList(layers)
+
+    result = fixed(make())
+    target = make().double().to("meta")
+    target[3].weight, target[4].weight = target[0].weight, target[1].weight
+    wanted, found = make().double(), result.apply_to(target, weights=weights)
+    result.apply_to(wanted)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    for i in (0, 1, 3, 4):
+        assert torch.equal(found[i](x), wanted[i](x))
+    assert torch.equal(found[2](x, x), wanted[2](x, x))
+    assert found[4].weight is found[1].weight
+    assert weights == "indices" or found[3].weight is found[0].weight
 
 
 def test_extra_state_of_a_module_stays() -> None:

@@ -28,7 +28,7 @@ from pwfn import (
     __version__,
     load,
 )
-from pwfn.export import from_file, reference, to_onnx, to_safetensors, to_torch
+from pwfn.export import from_file, reference, to_onnx, to_pt2, to_safetensors, to_torch
 from pwfn.export import onnx as module_under_test
 from pwfn.layout import untouched
 from pwfn.zoo.models import create, digits_resnet
@@ -310,6 +310,48 @@ def test_an_example_that_does_not_fit(example: Tensor, words: str, tmp_path: Pat
         to_onnx(fixed(model), model, example, tmp_path / "net.onnx")
 
 
+@pytest.mark.parametrize("write", [to_onnx, to_pt2])
+@pytest.mark.parametrize(
+    ("model", "example", "words"),
+    [
+        (nn.Linear, torch.zeros(2, 20), "the model is a type: allowed is a torch.nn.Module"),
+        (nn.Linear(20, 20), (torch.zeros(2, 20),), "the example is a tuple: give one batch as a tensor"),
+        (nn.Linear(20, 20), np.zeros((2, 20)), "the example is a ndarray: give one batch as a tensor"),
+    ],
+)
+def test_no_model_and_no_tensor(write: Any, model: Any, example: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(PwfnError, match=f"^{words}"):
+        write(fixed(nn.Linear(20, 20)), model, example, tmp_path / "net")
+
+
+def test_a_model_that_cannot_be_copied_or_has_no_memory(tmp_path: Path) -> None:
+    model = nn.Linear(40, 40)
+    compressed = fixed(model)
+    model.last = model(torch.zeros(1, 40))
+    with pytest.raises(PwfnError, match=r"^Linear cannot be copied: Only Tensors created explicitly"):
+        to_onnx(compressed, model, torch.zeros(2, 40), tmp_path / "net.onnx")
+    to_onnx(compressed, nn.Linear(40, 40, device="meta"), torch.zeros(2, 40), tmp_path / "net.onnx")
+    agree(tmp_path / "net.onnx", compressed.apply_to(nn.Linear(40, 40)), torch.randn(3, 40))
+
+
+@pytest.mark.parametrize("write", [to_onnx, to_pt2])
+@pytest.mark.parametrize("forward", [lambda x: x.mul_(2), lambda x: x.log()], ids=["in place", "positive"])
+def test_networks_that_change_their_input_or_take_few(forward: Any, write: Any, tmp_path: Path) -> None:
+    """The first sees each test batch as it was, the second has no answer to negative numbers."""
+    model = nn.Sequential(Odd(forward), nn.Linear(20, 20))
+    model[0].linear = nn.Identity()
+    example = torch.rand(2, 20) + 0.5
+    before = example.clone()
+    done = write(fixed(model), model, example, tmp_path / "net")
+    assert 0 <= done.largest_error <= 1e-5
+    assert torch.equal(example, before)
+    if forward(-before).isnan().any():
+        with pytest.raises(
+            PwfnError, match=r"^Sequential gives outputs that are not finite, for random inputs"
+        ):
+            write(fixed(model), model, -before, tmp_path / "net")
+
+
 def test_models_in_other_types_are_exported_in_fp32(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         torch.manual_seed(0)
@@ -456,6 +498,17 @@ def test_nan_and_infinity_are_kept_as_they_are(tmp_path: Path) -> None:
     assert not to_torch(mixed([0.5], scale=1e38), tmp_path / "net.pt", "fp16").untouched_exact
 
 
+def test_a_type_that_safetensors_does_not_have(tmp_path: Path) -> None:
+    compressed = mixed([0.5])
+    compressed.untouched["phase"] = torch.tensor([1j], dtype=torch.complex128)
+    with pytest.raises(
+        FileError, match=r"^phase is complex128, which safetensors has no type for: write a torch"
+    ):
+        to_safetensors(compressed, tmp_path / "net")
+    to_torch(compressed, tmp_path / "net")
+    assert torch.equal(torch.load(tmp_path / "net")["phase"], compressed.untouched["phase"])
+
+
 def test_unknown_type(tmp_path: Path) -> None:
     for write in (to_safetensors, to_torch):
         with pytest.raises(PwfnError, match="'int8': allowed is one of fp32, bf16, fp16"):
@@ -527,6 +580,12 @@ def test_the_source_is_never_the_target(digits: Path) -> None:
         from_file(renamed, "torch", renamed)
     assert from_file(renamed, "torch")["path"] == f"{renamed}.pt"
     assert renamed.read_bytes() == before
+
+
+def test_a_target_that_cannot_be_looked_at(digits: Path) -> None:
+    for name in ("a" * 300, "a" * 300 + "/net.pt"):
+        with pytest.raises(PwfnError, match=": cannot be written: File name too long"):
+            from_file(digits, "torch", digits.parent / name)
 
 
 def test_a_file_may_not_choose_code_to_run(digits: Path, tmp_path: Path) -> None:

@@ -278,6 +278,15 @@ def test_what_is_left_alone() -> None:
         assert compare(proto, (4, 8, 8)).dropped == 0, name
 
 
+def test_filters_of_layers_with_the_same_weights_are_counted() -> None:
+    """They stay, and count for each layer; two of the last layer but one go."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU())))
+    model[2].weight = model[0].weight
+    with torch.no_grad():
+        model[0].weight[:4], model[4].weight[:2], model[4].bias[:2] = 0, 0, 0
+    assert compare(exported(model, (16,)), (16,))[:2] == (64, 2)
+
+
 # As part of an export
 
 

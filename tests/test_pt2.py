@@ -185,6 +185,55 @@ def test_a_forward_that_counts_channels(forward: Any, dropped: int, tmp_path: Pa
     assert exported(model, (4, 8, 8), tmp_path / "net.pt2").dropped == dropped + 4
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.b(m.slope(m.a(x))),
+        lambda m, x: m.b(m.a(x) * m.slope.weight.view(1, 12, 1, 1)),
+        lambda m, x: m.b(m.a(x) * m.slope.weight.reshape(-1, 1, 1)),
+        lambda m, x: m.b(m.a(x) + m.slope.weight[None, :, None, None]),
+    ],
+    ids=["PReLU", "a count", "no count", "axes"],
+)
+def test_a_vector_with_a_number_per_channel(forward: Any, tmp_path: Path) -> None:
+    """It is cut with the filters, whatever shape it takes on the way."""
+    model = Lambda(
+        forward, a=zero_conv(nn.Conv2d(4, 12, 3), 5), slope=nn.PReLU(12), b=nn.Conv2d(12, 5, 3, bias=False)
+    )
+    nn.init.normal_(model.slope.weight)
+    assert exported(model, (4, 8, 8), tmp_path / "net.pt2").dropped == 5
+    assert shapes(tmp_path / "net.pt2")["slope.weight"] == (7,)
+
+
+def test_a_vector_that_is_read_in_two_shapes(tmp_path: Path) -> None:
+    """Its layer is left alone, another one is not."""
+    model = Lambda(
+        lambda m, x: m.c(
+            m.b(m.a(x) * m.g.weight[:, None, None] + m.g.weight.view(1, 12, 1, 1)) * m.t.view(1, 1)
+        ),
+        a=zero_conv(nn.Conv2d(4, 12, 3), 5),
+        g=nn.PReLU(12),
+        b=zero_conv(nn.Conv2d(12, 8, 3), 2),
+        c=nn.Conv2d(8, 5, 1),
+    )
+    model.t = nn.Parameter(torch.tensor(2.0))
+    assert exported(model, (4, 8, 8), tmp_path / "net.pt2").dropped == 2
+
+
+def test_a_shift_that_is_no_parameter_takes_no_constant(tmp_path: Path) -> None:
+    """What zero filters add to it one of them adds for all; of other layers all go."""
+    model = Lambda(
+        lambda m, x: m.last(m.c(m.b(m.a(x).sigmoid()) + torch.arange(10.0)).relu()),
+        a=nn.Linear(6, 12),
+        b=nn.Linear(12, 10, bias=False),
+        c=nn.Linear(10, 8),
+        last=nn.Linear(8, 4),
+    )
+    with torch.no_grad():
+        model.a.weight[:5], model.c.weight[:3] = 0, 0
+    assert exported(model, (7, 6), tmp_path / "net.pt2").dropped == 3 + 4
+
+
 def test_a_forward_that_fails_without_the_filters(tmp_path: Path) -> None:
     """ONNX has no such operator, as it does nothing; in torch it counts channels. The program is whole."""
     model = Lambda(

@@ -262,6 +262,38 @@ def test_layers_with_several_codebooks(axis: int) -> None:
     assert torch.equal(small(x), dense(x))
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "words"),
+    [
+        (nn.Linear(5, 7), (2, 6), "5 features are needed along axis -1"),
+        (nn.Linear(6, 7), (2, 5), "6 features"),
+        (nn.Linear(6, 7), (2, 3), "6 features"),
+        (nn.Conv2d(3, 7, 3), (2, 4, 6, 6), "3 channels are needed along axis -3"),
+        (nn.Conv2d(4, 7, 3), (2, 3, 6, 6), "4 channels"),
+        (nn.Conv2d(6, 8, 3, groups=2), (2, 8, 6, 6), "6 channels"),
+        (nn.Conv2d(6, 8, 3, groups=2), (2, 7, 6, 6), "6 channels"),
+    ],
+)
+def test_an_input_of_another_width_is_refused(layer: nn.Module, shape: tuple[int, ...], words: str) -> None:
+    """Where two indices share a byte, the bytes of one column more or less are as many."""
+    _, small = both(nn.Sequential(layer))
+    assert "two indices per byte" in repr(small)
+    with pytest.raises(WeightError, match=words):
+        small(torch.randn(shape))
+
+
+def test_an_embedding_takes_numbers_of_rows_only() -> None:
+    model = nn.Sequential(nn.Embedding(20, 6))
+    small = compressed(model, include=["type:Embedding"]).apply_to(model, weights="indices")
+    assert isinstance(small[0], IndexedEmbedding)
+    for wrong in (torch.tensor([-1]), torch.tensor([20])):
+        with pytest.raises(IndexError):
+            small(wrong)
+    for kind in (torch.bool, torch.uint8):
+        with pytest.raises(RuntimeError, match="indices"):
+            small(torch.ones(20, dtype=kind))
+
+
 def test_a_long_codebook_is_cut_to_what_a_layer_uses() -> None:
     dense, small = both(nn.Sequential(nn.Linear(8, 8), nn.Linear(40, 40)), values=300)
     assert small[0].indexed.indices.dtype == torch.uint8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def from_file(
     if to not in _GRAPHS and (model is not None or input_shape is not None):
         raise PwfnError(f"--model and --input-shape are for onnx and pt2: {to} needs neither")
     target = Path(out) if out else Path(str(file).removesuffix(".pwfn") + _ENDINGS[to])
-    if target.exists() and Path(file).exists() and target.samefile(file):
+    # Not by methods of Path: they raise where a path may not be looked at.
+    if os.path.exists(target) and os.path.exists(file) and os.path.samefile(target, file):
         raise PwfnError(f"{target} is the file itself: name another with --out")
     compressed = load(file)
     if to in _GRAPHS:

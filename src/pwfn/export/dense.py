@@ -42,6 +42,11 @@ def to_safetensors(compressed: Compressed, path: str | Path, dtype: str = "fp32"
     aliases = {alias for entry in layout.entries for alias in entry.aliases}
     aliases |= {alias for item in layout.left_out for alias in item.aliases}
     once = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
+    for name, tensor in once.items():
+        if tensor.dtype == torch.complex128:
+            raise FileError(
+                f"{name} is complex128, which safetensors has no type for: write a torch state dict"
+            )
     with replacing(path) as temporary:
         save_file(once, temporary, metadata={"format": "pt"})
     return exactness

@@ -120,8 +120,9 @@ class _Graph:
         self.proto.graph.initializer.extend(kept)
 
     def filters(self) -> int:
-        """The filters of all convolutions, grouped ones too, and of the linear layers."""
-        plain = [(layer.weight, layer.outputs) for layer in self.layers() if layer.node.op_type != "Conv"]
+        """The filters of all convolutions, grouped ones too, and of linear layers, shared ones each time."""
+        linear = [layer for node in self.nodes if node.op_type != "Conv" and (layer := self.found(node))]
+        plain = [(layer.weight, layer.outputs) for layer in linear]
         every = plain + [(node.input[1], 0) for node in self.nodes if node.op_type == "Conv"]
         return sum(self.constants[name].shape[axis] for name, axis in every if name in self.constants)
 
@@ -131,6 +132,11 @@ class _Graph:
 
     def layer(self, node: onnx.NodeProto) -> _Layer | None:
         """The operator as a layer, if it is one whose weights may be cut."""
+        layer = self.found(node)
+        return None if layer is None or layer.weight in self.copies else layer
+
+    def found(self, node: onnx.NodeProto) -> _Layer | None:
+        """The operator as a layer, even if its weights are those of another layer too."""
         facts = _attributes(node)
         weight, axes = node.input[1] if len(node.input) > 1 else "", (0, 1)
         if node.op_type == "MatMul":
@@ -145,7 +151,7 @@ class _Graph:
         elif node.op_type != "Conv" or facts.get("group", 1) != 1:
             return None
         weights = self.constants.get(weight)
-        if weights is None or weight in self.copies or weights.dtype != np.float32:
+        if weights is None or weights.dtype != np.float32:
             return None
         if node.op_type == "MatMul" and weights.ndim != 2:
             return None
@@ -273,7 +279,7 @@ class _Graph:
         users = [each for each in self.nodes if node.output[0] in each.input]
         if len(users) == 1 and users[0].op_type == "Add" and node.output[0] not in self.outputs:
             for i, name in enumerate(users[0].input):
-                if name in self.constants and self.constants[name].shape == (size,):
+                if name not in self.kept and name in self.constants and self.constants[name].shape == (size,):
                     return users[0], i
         return None
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import io
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,9 +148,10 @@ def _changes(program: ExportedProgram) -> tuple[Pruned, _Changes]:
     names = {item.name for item in made.model_proto.graph.initializer}
     # Small constants keep their names too: those of BatchNorm are cut with the filters.
     proto = optimised(made.model_proto, names, smallest=0)
+    _put_in_shape(proto)
     before, tensors = _constants(proto), {**program.state_dict, **program.constants}
     both = tensors.keys() & before.keys()
-    own = {name for name in both if _equal(before[name], tensors[name].detach().numpy())}
+    own = {name for name in both if _equal(before[name].ravel(), tensors[name].detach().numpy().ravel())}
     kept: set[str] = set()
     while True:
         graph = ModelProto.FromString(proto.SerializeToString())
@@ -163,8 +166,37 @@ def _changes(program: ExportedProgram) -> tuple[Pruned, _Changes]:
             raise PwfnError(f"{min(unknown)} is no parameter of the program")
         kept |= unknown
     new = {name: torch.from_numpy(after[name].copy()) for name in sorted(changed)}
+    for name in new.keys() & own:
+        if before[name].shape != (shape := tensors[name].shape):  # a vector
+            new[name] = new[name].reshape(_free(shape, shape.numel()))
     gained = {biases[name]: bias for name, bias in new.items() if name not in own and bias.any()}
     return pruned, _Changes({name: tensor for name, tensor in new.items() if name in own}, gained)
+
+
+def _put_in_shape(proto: onnx.ModelProto) -> None:
+    """Give a vector the shape in which it is read, if it is once: slopes of PReLU, scales of channels."""
+    from onnx import numpy_helper
+
+    constants = {item.name: item for item in proto.graph.initializer}
+    uses = Counter(name for node in proto.graph.node for name in node.input)
+    for node in [node for node in proto.graph.node if node.op_type in ("Reshape", "Unsqueeze")]:
+        item, places = (constants.get(name) for name in node.input)
+        if item is None or places is None or uses[item.name] > 1 or sum(n != 1 for n in item.dims) > 1:
+            continue
+        vector, numbers = numpy_helper.to_array(item), numpy_helper.to_array(places).tolist()
+        reshape = np.reshape if node.op_type == "Reshape" else np.expand_dims
+        item.CopyFrom(numpy_helper.from_array(reshape(vector, tuple(numbers)), item.name))
+        uses[item.name] = uses[node.output[0]]
+        for reader in proto.graph.node:
+            for i, name in enumerate(reader.input):
+                if name == node.output[0]:
+                    reader.input[i] = item.name
+        proto.graph.node.remove(node)
+
+
+def _free(shape: Sequence[Any], count: int) -> list[Any]:
+    """The shape of a vector of that many numbers, for any count."""
+    return [-1 if size == count else size for size in shape]
 
 
 def _constants(proto: onnx.ModelProto) -> dict[str, NDArray[Any]]:
@@ -203,8 +235,10 @@ def _adapt(node: fx.Node, changes: _Changes) -> None:
     names = [argument.name for argument in node.target._schema.arguments][: len(args)]
     if node.target in (_ATEN.view.default, _ATEN.reshape.default):
         x, y = args[0].meta["val"].shape, node.meta["val"].shape
+        if str(args[0].target) in changes.parameters:
+            args[1] = _free(y, x.numel())
         # From batch × anything to batch × features, as many as there are.
-        if len(y) == 2 <= len(x) and statically_known_true(x[0] == y[0]):
+        elif len(y) == 2 <= len(x) and statically_known_true(x[0] == y[0]):
             node.target, args = _ATEN.flatten.using_ints, [args[0], 1]
     elif names[1:2] == ["weight"] and isinstance(args[1], fx.Node):
         weight = str(args[1].target)

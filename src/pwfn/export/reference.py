@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pwfn.bayes.objective import logits
 from pwfn.errors import PwfnError
 from pwfn.file.compressed import Compressed
+from pwfn.layout.coverage import check_model
 from pwfn.version import __version__
 
 TOLERANCE = 1e-5
@@ -46,18 +47,35 @@ class Reference:
                 f"the network computes with quantised or rectified activations, which are not written to "
                 f"{form}: export it to safetensors, or run it in torch with apply_to"
             )
-        module = compressed.apply_to(copy.deepcopy(model).float()).eval().cpu()
+        check_model(model)
+        if not isinstance(example, Tensor):
+            raise PwfnError(
+                f"the example is a {type(example).__name__}: give one batch as a tensor, and wrap a model of "
+                "several inputs so that it takes one"
+            )
+        try:
+            module = copy.deepcopy(model)
+        except Exception as error:  # attributes of the user's model, such as tensors with a gradient's graph
+            raise PwfnError(f"{type(model).__name__} cannot be copied: {cause(error)}") from error
+        module = compressed.apply_to(module.float()).eval().cpu()
         example = example.detach().cpu()
         if example.ndim == 0 or len(example) == 0:
             raise PwfnError("the example holds no input: give a batch of at least one")
         example = example.float() if example.is_floating_point() else example
-        batches = _test_batches(example)
-        return cls(module, example, batches, tuple(_output(module, batch) for batch in batches))
+        for random in (True, False):
+            batches = _test_batches(example, random)
+            wanted = tuple(_output(module, batch) for batch in batches)
+            if all(bool(output.isfinite().all()) for output in wanted):
+                return cls(module, example, batches, wanted)
+        raise PwfnError(
+            f"{type(module).__name__} gives outputs that are not finite, for random inputs and the example: "
+            "in Python, give an example for which they are"
+        )
 
     def differences(self, run: Callable[[Tensor], Tensor], runner: str) -> list[tuple[float, float]]:
         """For each batch the largest difference between another runner and torch, and the largest output."""
         try:
-            outputs = [run(batch) for batch in self.batches]
+            outputs = [run(batch.clone()) for batch in self.batches]  # a network may change its input
         except Exception as error:  # a runtime may raise anything
             raise PwfnError(
                 f"{runner} cannot run the exported network: {cause(error)}: export dense safetensors instead"
@@ -94,7 +112,7 @@ def traceable(module: nn.Module, example: Tensor) -> tuple[nn.Module, Tensor]:
     # With one input, the exporter would take the batch for a constant.
     batch = torch.cat((example, example))[:2] if example.shape[0] < 2 else example
     with torch.no_grad():
-        return (module if isinstance(module(batch), Tensor) else _Logits(module)), batch
+        return (module if isinstance(module(batch.clone()), Tensor) else _Logits(module)), batch
 
 
 def provenance(compressed: Compressed) -> dict[str, str]:
@@ -154,9 +172,12 @@ class _Logits(nn.Module):
         return logits(self.network(x))
 
 
-def _test_batches(example: Tensor) -> tuple[Tensor, ...]:
-    """Batches of three and of one, sizes that the exporter does not see; random if the input is a float."""
-    if example.is_floating_point():
+def _test_batches(example: Tensor, random: bool) -> tuple[Tensor, ...]:
+    """Batches of three and of one, sizes that the exporter does not see, random if the input is a float.
+
+    The others are inputs of the example: a network with a logarithm may have no answer to random ones.
+    """
+    if random and example.is_floating_point():
         three = torch.randn((3, *example.shape[1:]), generator=torch.Generator().manual_seed(0))
     else:
         three = example[torch.arange(3) % len(example)]
@@ -168,7 +189,7 @@ def _output(module: nn.Module, batch: Tensor) -> Tensor:
     name = type(module).__name__
     try:
         with torch.no_grad():
-            wanted = logits(module(batch))
+            wanted = logits(module(batch.clone()))
     except Exception as error:  # the model is the user's and may raise anything
         shape = "×".join(str(size) for size in batch.shape)
         kind = str(batch.dtype).removeprefix("torch.")

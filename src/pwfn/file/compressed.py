@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pwfn.errors import LayoutError, WeightError
 from pwfn.file import writer
 from pwfn.file.content import Content, Division, parts
 from pwfn.fixing.unique import unique
 from pwfn.layout import Entry, Layout
+from pwfn.layout.coverage import check_model
 from pwfn.runtime import Coded, apply_indices, index_dtype
+from pwfn.runtime.apply import load_dense
 
 Divide = Callable[[Entry], tuple[int, int]]
 """The axis along which an entry is cut, and the number of equal parts, each with its own codebook."""
@@ -149,14 +152,18 @@ class Compressed(Content):
 
         With ``weights="indices"`` the model keeps indices and palettes instead of dense weights, see
         :mod:`pwfn.runtime`. If the network was trained with quantised activations, the model gets their
-        quantisers too (``import pwfn.lab`` first). The extra state of modules stays as it is.
+        quantisers too (``import pwfn.lab`` first). The extra state of modules stays as it is. A model on the
+        meta device gets the weights on the CPU.
         """
         if weights not in ("dense", "indices"):
             raise WeightError(f"weights is {weights!r}: allowed is 'dense' or 'indices'")
+        # TorchScript takes dense weights, though it cannot be compressed.
+        if weights == "indices" or not isinstance(model, torch.jit.ScriptModule):
+            check_model(model)
         self._check_fits(model)
         self._attach(model)
         if weights == "dense":
-            model.load_state_dict({**model.state_dict(), **self.dense_state_dict()})
+            load_dense(model, self.dense_state_dict())
             return model
         coded = [
             Coded(
@@ -187,6 +194,9 @@ class Compressed(Content):
         for entry in self.layout.entries:
             ours |= dict.fromkeys((entry.name, *entry.aliases), entry.shape)
         state: Mapping[str, object] = model.state_dict()
+        for name, value in state.items():
+            if isinstance(value, Tensor) and is_lazy(value):
+                raise LayoutError(f"{name} has no shape yet: run one batch through the model first")
         theirs = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
         differing = [
             f"{name} is {_shape(theirs, name)} in the model, {_shape(ours, name)} here"

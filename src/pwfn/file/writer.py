@@ -102,6 +102,8 @@ def save(
     written beside it and renamed, so an error leaves the old one.
     """
     if not isinstance(target, (str, os.PathLike)):
+        if not hasattr(target, "write") or hasattr(target, "encoding"):  # as text streams have
+            raise FileError(f"a {type(target).__name__} is no path and no binary file object")
         data = dumps(content, posterior, version)
         target.write(data)
         return len(data)

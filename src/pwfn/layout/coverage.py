@@ -145,9 +145,7 @@ def check_model(model: object) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise LayoutError("the model is a TorchScript module: pass the eager model it came from")
     if type(model).__name__ == "OptimizedModule":
-        raise LayoutError(
-            "the model is already compiled: pass the original, then compile the GaussianNetwork"
-        )
+        raise LayoutError("the model is already compiled: pass the original, and compile what it becomes")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise LayoutError("the model is wrapped for data parallelism: pass model.module")
 

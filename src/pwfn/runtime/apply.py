@@ -35,8 +35,8 @@ def apply_indices(
     """Give the model compressed weights as indices and all other tensors as they are; return it.
 
     ``reasons`` says why tensors of ``untouched`` were not compressed. Layers are replaced within the model; a
-    model that is itself one such layer comes back as another object. Parameters may be on the meta device:
-    what is loaded then goes to the CPU.
+    model that is itself one such layer comes back as another object. For a model on the meta device see
+    :func:`load_dense`.
 
     >>> from pwfn.layout import Layout
     >>> model = nn.Sequential(nn.Linear(2, 1, bias=False))
@@ -57,8 +57,7 @@ def apply_indices(
             names = (entry.name, *entry.aliases)
             dense |= dict.fromkeys(names, weight.dense())
             kept |= dict.fromkeys(names, reason)
-    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    model.load_state_dict(dense, strict=False, assign=on_meta)
+    load_dense(model, dense)
     replaced: dict[int, nn.Module] = {}
     for entry, weight in indexed:
         transposed: list[IndexedWeight] = []
@@ -76,6 +75,26 @@ def apply_indices(
     model = replaced.get(id(model), model)
     setattr(model, KEPT_DENSE, kept)
     return model
+
+
+def load_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load tensors by their names in the state dict.
+
+    In a model on the meta device they take the place of its own, on the CPU; tied parameters stay tied.
+    """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        model.load_state_dict(tensors, strict=False)
+        return
+    tied: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    state = model.state_dict()
+    narrow = {name: tensor.to(state[name].dtype) for name, tensor in tensors.items()}
+    model.load_state_dict(narrow, strict=False, assign=True)
+    for first, *others in tied.values():
+        for name in others:
+            layer, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(layer), leaf, model.get_parameter(first))
 
 
 def _why_dense(model: nn.Module, entry: Entry) -> str | None:

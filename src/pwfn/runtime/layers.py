@@ -111,6 +111,7 @@ class IndexedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x W^T + b``, in the type of autocast where that is enabled."""
+        _check_width(x, -1, self.in_features, "features")
         x, palettes, bias = _of_one_type(x, self.indexed.palettes, self.bias)
         if self.indexed.axis == 0:
             return indexed_linear(x, self.indexed.indices, palettes, bias)
@@ -151,7 +152,8 @@ class IndexedEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The rows with these numbers."""
-        rows, palettes = self.indexed.indices[x], self.indexed.palettes
+        # Subscripts would count negative numbers from the end, and take truth values for a mask.
+        rows, palettes = F.embedding(x, self.indexed.indices), self.indexed.palettes
         parts, size = palettes.shape
         if (columns := self.indexed.packed_columns) is not None:
             rows = unpack(rows.view(-1, rows.shape[-1]), columns).view(*x.shape, columns)
@@ -163,6 +165,14 @@ class IndexedEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """As of ``nn.Embedding``."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def _check_width(x: Tensor, axis: int, width: int, what: str) -> None:
+    """Packed indices of n and n + 1 columns look alike to the operators, so the layers compare."""
+    if x.dim() < -axis or x.shape[axis] != width:
+        raise WeightError(
+            f"the input has shape {tuple(x.shape)}: {width} {what} are needed along axis {axis}"
+        )
 
 
 def _of_one_type(x: Tensor, palettes: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -209,6 +219,7 @@ def _convolve(module: nn.Conv2d, x: Tensor) -> Tensor:
     assert isinstance(indexed, IndexedWeight)
     if indexed.axis or module.padding_mode != "zeros" or isinstance(module.padding, str):
         return nn.Conv2d.forward(module, x)
+    _check_width(x, -3, indexed.shape[1] * module.groups, "channels")
     x, palettes, bias = _of_one_type(x, indexed.palettes, module.bias)
     geometry = module.stride, module.padding, module.dilation, module.groups
     return indexed_conv2d(x, indexed.indices, palettes, bias, *geometry)
