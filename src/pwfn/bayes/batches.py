@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +104,12 @@ class Batch:
             return self
         return replace(self._mapped(lambda x: share * x + (1 - share) * x.roll(1, 0)), target=None)
 
+    def can_join(self, other: Batch) -> bool:
+        """Whether the two are examples of one kind: alike but for their number."""
+        both = ((batch.size, batch.tensors()) for batch in (self, other))
+        whole = all(x.dim() > 0 and x.shape[0] == size for size, found in both for x in found)
+        return whole and self.first(1).shape() == other.first(1).shape()
+
     def cloned(self) -> Batch:
         """A copy with its own tensors."""
         return self._mapped(Tensor.clone)
@@ -151,6 +157,33 @@ def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _map(function, item) for key, item in value.items()}
     return tuple(_map(function, item) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def gathered(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    """Batches of at least ``size`` examples, joined from smaller ones where those can be.
+
+    >>> [batch.size for batch in gathered([Batch((torch.ones(n, 1),), {}, None) for n in (2, 2, 9, 1)], 4)]
+    [4, 9, 1]
+    """
+    held: list[Batch] = []
+    for batch in filter(lambda each: each.size, batches):
+        if held and not held[0].can_join(batch):
+            yield _joined(held)
+            held = []
+        held.append(batch)
+        if sum(each.size for each in held) >= size:
+            yield _joined(held)
+            held = []
+    if held:
+        yield _joined(held)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    columns = zip(*(batch.tensors() for batch in batches), strict=True)
+    tensors = iter([torch.cat(column) for column in columns])
+    return batches[0]._mapped(lambda _: next(tensors))
 
 
 def _shape(value: Any) -> Any:
