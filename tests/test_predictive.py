@@ -203,7 +203,7 @@ def test_every_size_of_batch_gives_the_same_examples(size: int) -> None:
     """64 of them in a step, a quarter for the check, and all others in the fit."""
     x = torch.arange(2048.0)[:, None]
     source = Source("data", x.split(size), torch.device("cpu"))
-    fit, check = predictive._divided(source)
+    fit, check, _ = predictive._divided(source)
     assert fit is not None
     checked = torch.cat([batch.args[0] for batch in check])
     assert torch.equal(checked, x[:512])
@@ -216,10 +216,27 @@ def test_every_size_of_batch_gives_the_same_examples(size: int) -> None:
 def test_what_is_read_in_one_pass_has_1024_examples_for_the_check() -> None:
     for size in (16, 100):
         batches = torch.arange(10240.0)[:, None].split(size)
-        fit, check = predictive._divided(Source("data", batches, torch.device("cpu")))
+        fit, check, _ = predictive._divided(Source("data", batches, torch.device("cpu")))
         assert sum(batch.size for batch in check) == 1024
         assert fit is not None
         assert min(batch.size for batch in itertools.islice(fit, 64)) >= 64
+
+
+def test_no_pass_has_more_examples_than_a_batch_of_the_loader() -> None:
+    """They may be all that fits; the result is that of larger batches, which mix the same inputs."""
+    seen, x, found = [], numbers(400, 4), []
+    model, original = batchnorm_classifier(0), batchnorm_classifier(1)
+    for layer in (model, original):
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    for size in (1, 64):
+        seen.clear()
+        data = x.split(size)
+        small = compressed_of(batchnorm_classifier(0))
+        found.append(fit_posterior(small, model, data, original=original).sigma_codes)
+        assert max(seen) == size
+    assert found[0] is not None
+    assert any(found[0])
+    assert max(abs(a - b) for a, b in zip(*found, strict=True)) <= 16
 
 
 def test_inputs_of_different_shapes_are_not_joined() -> None:

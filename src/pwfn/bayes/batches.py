@@ -91,6 +91,11 @@ class Batch:
         size = self.size
         return self._mapped(lambda x: x[start:stop] if x.dim() > 0 and x.shape[0] == size else x)
 
+    def parts(self, most: int) -> Iterator[Batch]:
+        """Nearly equal parts of at most so many examples."""
+        size = -(-self.size // max(-(-self.size // most), 1))
+        return (self.part(start, start + size) for start in range(0, self.size, max(size, 1)))
+
     def mixed(self, share: float) -> Batch:
         """Every example with ``1 - share`` of its neighbour added to ``share`` of itself.
 
@@ -176,6 +181,17 @@ def gathered(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
             held = []
     if held:
         yield _joined(held)
+
+
+def cut(batches: Iterable[Batch], count: int) -> tuple[list[Batch], list[Batch]]:
+    """The first ``count`` examples, and the others."""
+    first, rest = [], []
+    for batch in batches:
+        own = min(batch.size, count)
+        count -= own
+        first += [batch.first(own)] if own else []
+        rest += [batch.part(own, batch.size)] if own < batch.size else []
+    return first, rest
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched, device_of, gathered
+from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched, cut, device_of, gathered
 from pwfn.bayes.distributed import usable_device
 from pwfn.bayes.method import Method, phases
 from pwfn.bayes.network import WeightNetwork, hollow_copy
@@ -107,11 +107,11 @@ def fit_posterior(
     likelihood = log_likelihood or class_log_likelihood
     source = Source("data of the posterior", batched(loader), where)
     taught_by = copy.deepcopy(original).to(where).eval() if original is not None else None
-    target = _Target(taught_by, unseen, source.name)
     with seeded(seed_from("posterior", seed), where), undisturbed(source):
         net = DrawnNetwork(place, compressed)
+        fit, check, most = _divided(source)
+        target = _Target(taught_by, unseen, source.name, most)
         job = _Fit(net, likelihood, target, Precision(precision), seed, before_batch or (lambda: None))
-        fit, check = _divided(source)
         with evaluating(net):
             sigma = torch.zeros_like(net.units) if fit is None else job.fitted(fit)
             codes = job.checked(sigma, check)
@@ -236,12 +236,14 @@ class _Target:
     original: nn.Module | None
     unseen: bool
     name: str
+    most: int  # examples in memory together
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Batch:
         target = batch.target
         if self.original is not None:
-            target = class_scores(batch.through(self.original, self.name)).float().softmax(1)
+            outputs = [part.through(self.original, self.name) for part in batch.parts(self.most)]
+            target = torch.cat([class_scores(output).float().softmax(1) for output in outputs])
         elif target is None:
             raise DataError(
                 f"{self.name} have no labels: give the network before compression (original= or --weights)"
@@ -271,11 +273,12 @@ class _Fit:
             batch = self.target(raw.first(_EXAMPLES))
             # Pairs of opposite signs: what is linear in the noise cancels, and the gradient is less noisy.
             draws = [sign * eps for eps in self._noise("fit", step, _DRAWS // 2) for sign in (1, -1)]
-            self.net.sigma = units * logs.exp()
-            log_p = self._log_p(batch, draws)
-            if not log_p.isfinite().all():  # because of the noise, or of the data
-                self._points(batch)
-            (-log_p.sum() / batch.size).backward()
+            for part in batch.parts(self.target.most):
+                self.net.sigma = units * logs.exp()
+                log_p = self._log_p(part, draws)
+                if not log_p.isfinite().all():  # because of the noise, or of the data
+                    self._points(part)
+                (-log_p.sum() / batch.size).backward()
             logs.grad = torch.nan_to_num(logs.grad) if logs.grad is not None else None
             optimizer.step()
             scheduler.step()
@@ -298,7 +301,7 @@ class _Fit:
             for number, batch in enumerate(prepared):
                 self.before_batch()
                 noise = self._noise("check", number, _CHECK_DRAWS)
-                drawn.append(_per_example(self._log_p(batch, noise)))
+                drawn.append(self._per_example(batch, noise))
             gain = torch.cat(drawn) - points
             gains.append(gain.nan_to_num(-math.inf))
             if not equals_best(gains):  # nor will smaller noise be, whose gain goes to zero
@@ -308,13 +311,18 @@ class _Fit:
     @torch.no_grad()
     def _points(self, batch: Batch) -> Tensor:
         """The log-likelihood of each example by the point estimate, which must be finite."""
-        found = _per_example(self._log_p(batch, []))
+        found = self._per_example(batch, [])
         if bad := int((~found.isfinite()).sum()):
             raise DataError(
                 f"{self.target.name}: without noise the likelihood of {bad:,} of {batch.size:,} examples is "
                 "not finite: check their inputs and targets"
             )
         return found
+
+    def _per_example(self, batch: Batch, draws: Sequence[Tensor]) -> Tensor:
+        """Pixels or tokens of one example depend on each other: only their sums are independent numbers."""
+        logs = (self._log_p(part, draws).double() for part in batch.parts(self.target.most))
+        return torch.cat([log_p.reshape(len(log_p), -1).sum(1) for log_p in logs])
 
     def _log_p(self, batch: Batch, draws: Sequence[Tensor]) -> Tensor:
         """The log of the mean probability of each target; of the point estimate for no draws."""
@@ -377,50 +385,30 @@ def _mean_and_error(numbers: Tensor) -> tuple[float, float]:
     return float(numbers.mean()), float(numbers.std(correction=0)) / math.sqrt(len(numbers))
 
 
-def _per_example(log_p: Tensor) -> Tensor:
-    """The pixels or tokens of one example depend on each other: only their sums are independent numbers."""
-    return log_p.double().reshape(len(log_p), -1).sum(1)
-
-
-def _divided(source: Source) -> tuple[Iterator[Batch] | None, list[Batch]]:
+def _divided(source: Source) -> tuple[Iterator[Batch] | None, list[Batch], int]:
     """Batches for the fit, and others for the check: the first examples; None, and all, of too few data.
 
-    Of few batches the fit takes one part after the other, so that it sees all examples.
+    Of few batches the fit takes one part after the other and sees all examples; small ones are joined.
+    The last number is the size of the first, which fits in memory.
     """
     read, begun, length = source.batches(0), [], 0
     if (first := next(read, None)) is None:
         raise DataError(f"{source.name} are empty: give at least one batch")
+    most = max(first.size, 1)
     batches = gathered(itertools.chain([first], read), _EXAMPLES)
     if isinstance(source.loader, Sized):
         with contextlib.suppress(TypeError):  # a DataLoader over a data set without a length
-            length = len(source.loader) // -(-_EXAMPLES // max(first.size, 1))
+            length = len(source.loader) // -(-_EXAMPLES // most)
     for batch in batches:
         begun.append(batch)
         if sum(each.size for each in begun) >= _CHECK_EXAMPLES:
             break
     if length >= _STEPS + len(begun):
-        return batches, _cut(begun, _CHECK_EXAMPLES)[0]
+        return batches, cut(begun, _CHECK_EXAMPLES)[0], most
     begun += itertools.islice(batches, _STEPS)
     wanted = min(_CHECK_EXAMPLES, sum(batch.size for batch in begun) // 4)
     if wanted < _FEWEST:
-        return None, begun
-    check, rest = _cut(begun, wanted)
-    turns = itertools.zip_longest(*map(_parts, rest))
-    return itertools.cycle([part for turn in turns for part in turn if part is not None]), check
-
-
-def _cut(batches: Sequence[Batch], count: int) -> tuple[list[Batch], list[Batch]]:
-    """The first ``count`` examples, and the others."""
-    first, rest = [], []
-    for batch in batches:
-        own = min(batch.size, count)
-        count -= own
-        first += [batch.first(own)] if own else []
-        rest += [batch.part(own, batch.size)] if own < batch.size else []
-    return first, rest
-
-
-def _parts(batch: Batch) -> Iterator[Batch]:
-    """Equal parts, each of at most as many examples as a step of the fit takes."""
-    size = -(-batch.size // -(-batch.size // _EXAMPLES))
-    return (batch.part(start, start + size) for start in range(0, batch.size, size))
+        return None, begun, most
+    check, rest = cut(begun, wanted)
+    turns = itertools.zip_longest(*(batch.parts(_EXAMPLES) for batch in rest))
+    return itertools.cycle([part for turn in turns for part in turn if part is not None]), check, most

@@ -136,7 +136,9 @@ class Compressed(Content):
         """
         values, per_tensor = self.values(), self.tensor_sigma
         if self.posterior == "none":
-            raise WeightError("this network has no posterior to draw from: fit one with pwfn.fit_posterior")
+            raise WeightError(
+                "there is no posterior to draw from: fit one (pwfn.fit_posterior, pwfn posterior)"
+            )
         noise = torch.randn(values.shape, dtype=values.dtype, generator=generator)
         if per_tensor is None:
             return self._state_dict(values.addcmul_(self.sigma, noise))  # type: ignore[arg-type]  # not None
