@@ -437,6 +437,7 @@ def test_several_files_are_assessed_with_their_bytes_together(tmp_path: Path, ca
     assert names == [rival.value for rival in Rival if not rival.startswith("original")]
     status, said, _ = call("evaluate", *map(str, paths), *words[:-1])
     assert "2 files together" in said
+    assert f"several files together: {paths[0]}, {paths[1]}" in said
     assert f"{facts['file_bytes']:,} bytes" in said
 
 

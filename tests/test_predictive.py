@@ -183,7 +183,8 @@ def test_data_without_labels_need_the_original_network() -> None:
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [([], "empty"), ([(torch.ones(4, 4), torch.tensor([0]))] * 2, "likelihood")],
+    [([], "empty"), ([(torch.ones(0, 4), torch.ones(0).long())], "empty"),
+     ([(torch.ones(4, 4), torch.tensor([0]))] * 2, "likelihood")],
 )  # fmt: skip
 def test_data_that_will_not_do(data: list[Any], message: str) -> None:
     model = batchnorm_classifier(0)

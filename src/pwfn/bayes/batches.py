@@ -93,8 +93,8 @@ class Batch:
 
     def parts(self, most: int) -> Iterator[Batch]:
         """Nearly equal parts of at most so many examples."""
-        size = -(-self.size // max(-(-self.size // most), 1))
-        return (self.part(start, start + size) for start in range(0, self.size, max(size, 1)))
+        size = -(-self.size // -(-self.size // most))
+        return (self.part(start, start + size) for start in range(0, self.size, size))
 
     def mixed(self, share: float) -> Batch:
         """Every example with ``1 - share`` of its neighbour added to ``share`` of itself.
@@ -171,7 +171,7 @@ def gathered(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
     [4, 9, 1]
     """
     held: list[Batch] = []
-    for batch in filter(lambda each: each.size, batches):
+    for batch in batches:
         if held and not held[0].can_join(batch):
             yield _joined(held)
             held = []

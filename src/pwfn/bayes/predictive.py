@@ -391,10 +391,10 @@ def _divided(source: Source) -> tuple[Iterator[Batch] | None, list[Batch], int]:
     Of few batches the fit takes one part after the other and sees all examples; small ones are joined.
     The last number is the size of the first, which fits in memory.
     """
-    read, begun, length = source.batches(0), [], 0
+    read, begun, length = (batch for batch in source.batches(0) if batch.size), [], 0
     if (first := next(read, None)) is None:
         raise DataError(f"{source.name} are empty: give at least one batch")
-    most = max(first.size, 1)
+    most = first.size
     batches = gathered(itertools.chain([first], read), _EXAMPLES)
     if isinstance(source.loader, Sized):
         with contextlib.suppress(TypeError):  # a DataLoader over a data set without a length

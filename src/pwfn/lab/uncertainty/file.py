@@ -81,6 +81,8 @@ def assess_file(
         if asked.samples and not file.compressed.drawable
         for why in ("no fitted sigma" if file.compressed.posterior == "none" else NOTHING_TO_DRAW,)
     ]
+    if len(files) > 1:  # a report is of one of them, and says so
+        notes.append(f"the predictions are of several files together: {', '.join(map(str, paths))}")
     if len(files) > 1 and original is not None:
         notes.append(f"the original network is that of {paths[0]} alone")
     if len({path.resolve() for path in paths}) < len(paths):
