@@ -204,6 +204,16 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(
         assert len({open_source(other, options_for(kind, **change)).fingerprint for change in changes}) == 3
 
 
+def test_a_function_without_an_argument_cannot_hold_images_out(tmp_path: Path) -> None:
+    """Its test data would count as held-out training images."""
+    spec = make_python(tmp_path, "plain")
+    with pytest.raises(DataError, match="takes no argument, and so cannot hold out 5 training images"):
+        open_source(spec, options_for("python", holdout=5))
+    assert (
+        len(open_source(make_python(tmp_path, "with_options"), options_for("python", holdout=5)).train) == 1
+    )
+
+
 def test_the_fingerprint_changes_with_any_change_of_the_content(tmp_path: Path) -> None:
     sources = [make_npz(tmp_path / "npz")]
     for name, value in arrays().items():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn import Compressed, ConfigError, DataError, LayoutError, WeightError
+from pwfn import Compressed, ConfigError, DataError, LayoutError, WeightError, load
 from pwfn.evaluate.calibration import (
     auroc,
     calibration_error,
@@ -189,6 +189,15 @@ def test_a_loader_that_will_not_do_is_an_error(loader: Any, message: str) -> Non
 def test_other_mistakes() -> None:
     with pytest.raises(DataError, match="samples is 0"):
         ensemble(SMALL, network(), LOADER, 0)
+    for samples in (2.5, "2"):
+        with pytest.raises(DataError, match="allowed is a whole number of at least 1"):
+            ensemble(SMALL, network(), LOADER, samples)  # type: ignore[arg-type]
+    for seed in (2**64, 0.5):
+        with pytest.raises(ConfigError, match=r"seed is .*: allowed is a whole number"):
+            ensemble(SMALL, network(), LOADER, 2, seed)  # type: ignore[arg-type]
+    for model in ("resnet20", None, [network(), "resnet20"]):
+        with pytest.raises(DataError, match=r"allowed is a torch\.nn\.Module"):
+            ensemble([SMALL, SMALL], model, LOADER)  # type: ignore[arg-type]
     for scale in (-1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="sigma_scale is"):
             ensemble(SMALL, network(), LOADER, 2, sigma_scale=scale)
@@ -337,6 +346,24 @@ def test_an_assessment_that_cannot_be_made(loader: Any, samples: int, message: s
         assess(SMALL, network(), loader, original=network(), samples=samples)
 
 
+def test_inputs_that_are_not_a_number_are_the_same_in_every_pass() -> None:
+    x = X.clone()
+    x[3, 1] = math.nan
+    model = nn.Sequential(Filled(), *network())
+    small = posterior(model, 0.3)
+    assert torch.equal(
+        ensemble(small, model, batches(x, Y), 2).probabilities,
+        ensemble(small, model, batches(x.nan_to_num(0.0), Y), 2).probabilities,
+    )
+
+
+class Filled(nn.Module):
+    """Zeros for missing numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.nan_to_num(0.0)
+
+
 # Several networks
 
 
@@ -410,7 +437,81 @@ def test_several_files_are_assessed_with_their_bytes_together(tmp_path: Path, ca
     assert names == [rival.value for rival in Rival if not rival.startswith("original")]
     status, said, _ = call("evaluate", *map(str, paths), *words[:-1])
     assert "2 files together" in said
+    assert f"several files together: {paths[0]}, {paths[1]}" in said
     assert f"{facts['file_bytes']:,} bytes" in said
+
+
+def digits_files(folder: Path, **codes: int | float | None) -> dict[str, str]:
+    """Files by name, with one code of sigma for all tensors, a sigma of training, or nothing."""
+    paths = {}
+    for name, code in codes.items():
+        torch.manual_seed(len(paths))
+        made = compressed_of(digits_resnet(), sigma=code if isinstance(code, float) else None)
+        if isinstance(code, int):
+            made = replace(made, sigma_codes=(code,) * len(made.layout.entries))
+        paths[name] = str(folder / f"{name}.pwfn")
+        made.save(paths[name], record={"model": "digits_resnet"})
+    return paths
+
+
+def test_by_default_only_a_fitted_sigma_is_drawn(tmp_path: Path, call: Any) -> None:
+    """That of training may be far too large to predict with."""
+    paths = digits_files(tmp_path, fitted=160, trained=0.3, none=None)
+    words = ("--data", "digits", "--device", "cpu", "--json")
+    load(paths["trained"]).save(paths["none"], posterior="none")
+    found = {}
+    for other in ("trained", "none"):
+        status, said, _ = call("evaluate", paths["fitted"], paths[other], *words)
+        assert status == 0
+        found[other] = json.loads(said)["uncertainty"]
+        assert any("no fitted sigma, so that it predicts by its point" in n for n in found[other]["notes"])
+    assert found["trained"]["rows"] == found["none"]["rows"]
+    drawn = json.loads(call("evaluate", paths["fitted"], paths["trained"], *words, "--samples", "20")[1])
+    assert drawn["uncertainty"]["rows"] != found["trained"]["rows"]
+
+
+def test_what_is_not_drawn_is_said(tmp_path: Path, call: Any) -> None:
+    paths = digits_files(tmp_path, zero=0, none=None)
+    words = ("--data", "digits", "--device", "cpu")
+    assert "\nno posterior worth drawing from\n" in call("evaluate", paths["zero"], *words)[1]
+    said = call("evaluate", paths["none"], *words, "--sigma-scale", "2")[1]
+    assert "--sigma-scale has no effect: nothing is drawn" in said
+    said = call("evaluate", paths["none"], paths["none"], *words)[1]
+    assert "given twice has two votes" in said
+
+
+def test_a_fitted_network_without_one_class_per_example_is_scored_without_draws(
+    tmp_path: Path, call: Any
+) -> None:
+    file = tmp_path / "nets.py"
+    file.write_text(
+        "import torch\n"
+        "def make(): return torch.nn.Conv2d(3, 4, 1)\n"
+        "def data():\n"
+        "    batches = [(torch.ones(2, 3, 5, 5), torch.ones(2, 5, 5).long())]\n"
+        "    return batches, batches\n"
+    )
+    small = compressed_of(nn.Conv2d(3, 4, 1))
+    replace(small, sigma_codes=(160, 160)).save(tmp_path / "a.pwfn")
+    words = ("--model", f"python:{file}:make", "--data", f"python:{file}:data", "--device", "cpu")
+    status, said, _ = call("evaluate", str(tmp_path / "a.pwfn"), *words)
+    assert status == 0
+    assert "its fitted sigma is not drawn: uncertainty is measured where an example has one class" in said
+
+
+def test_mistakes_name_the_file_and_come_before_the_work(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = digits_files(tmp_path, a=160, b=160)
+    words = ("--data", "digits", "--device", "cpu")
+    replace(load(paths["b"]), record={}).save(paths["b"])
+    assert f"{paths['b']}: the file does not say which model" in call("evaluate", *paths.values(), *words)[2]
+    for name in ("pwfn.lab.uncertainty.file.open_files", "pwfn.run.scores.fit_posterior"):
+        monkeypatch.setattr(name, lambda *given, **more: pytest.fail("begun"))
+    for command in ("evaluate", "posterior"):
+        status, _, err = call(command, paths["a"], *words, "--out", str(tmp_path))
+        assert status == 2
+        assert "is a folder: name a file in it" in err
 
 
 # A file and data by name

@@ -32,6 +32,17 @@ def test_targets_are_asked_for_unless_the_original_teaches() -> None:
     assert net.weight.grad is not None
 
 
+def test_one_output_has_no_cross_entropy() -> None:
+    """That of one class is 0, whatever the output: nothing would be learned, and every answer right."""
+    for target in (torch.zeros(4).long(), torch.ones(4, 1)):
+        for loss in (F.cross_entropy, nn.CrossEntropyLoss()):
+            with pytest.raises(DataError, match="one output, and the cross entropy of one class is always 0"):
+                Objective(loss).compared(torch.randn(4, 1), target, "here")
+    logit, target = torch.randn(4, 1), torch.ones(4, 1)
+    loss_fn = F.binary_cross_entropy_with_logits
+    torch.testing.assert_close(Objective(loss_fn).compared(logit, target, "here"), loss_fn(logit, target))
+
+
 @pytest.mark.parametrize("shape", [(5, 3), (1, 2), (4, 3, 2, 5)])
 def test_divergence_is_the_kullback_leibler_divergence_from_the_reference(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)

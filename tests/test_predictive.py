@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -14,8 +15,20 @@ from cases import batchnorm_classifier, compressed_of, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn import Compressed, Config, DataError, Layout, compress, fit_posterior, load, loads
+from pwfn import (
+    Compressed,
+    Config,
+    ConfigError,
+    DataError,
+    Layout,
+    LayoutError,
+    compress,
+    fit_posterior,
+    load,
+    loads,
+)
 from pwfn.bayes import predictive
+from pwfn.bayes.batches import Batch, Source, gathered
 from pwfn.file.content import codes_of, sigma_of
 from pwfn.zoo.arrays import digits
 from pwfn.zoo.models import digits_resnet
@@ -170,12 +183,141 @@ def test_data_without_labels_need_the_original_network() -> None:
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [([], "empty"), ([(torch.ones(4, 4), torch.tensor([0]))] * 2, "likelihood")],
+    [([], "empty"), ([(torch.ones(0, 4), torch.ones(0).long())], "empty"),
+     ([(torch.ones(4, 4), torch.tensor([0]))] * 2, "likelihood")],
 )  # fmt: skip
 def test_data_that_will_not_do(data: list[Any], message: str) -> None:
     model = batchnorm_classifier(0)
     with pytest.raises(DataError, match=message):
         fit_posterior(compressed_of(model), model, data)
+
+
+def test_the_original_network_is_not_changed() -> None:
+    small, original = compressed_of(batchnorm_classifier(0)), batchnorm_classifier(1).train()
+    original[1].eval()
+    fit_posterior(small, batchnorm_classifier(0), numbers(64, 4), original=original)
+    assert [module.training for module in original] == [True, False, *[True] * 6]
+
+
+@pytest.mark.parametrize("size", [1, 10, 64, 90, 128, 256, 2048])
+def test_every_size_of_batch_gives_the_same_examples(size: int) -> None:
+    """64 of them in a step, a quarter for the check, and all others in the fit."""
+    x = torch.arange(2048.0)[:, None]
+    source = Source("data", x.split(size), torch.device("cpu"))
+    fit, check, _ = predictive._divided(source)
+    assert fit is not None
+    checked = torch.cat([batch.args[0] for batch in check])
+    assert torch.equal(checked, x[:512])
+    seen = [batch.args[0] for batch in itertools.islice(fit, 48)]
+    assert max(map(len, seen)) <= 70
+    assert min(map(len, seen[:24])) >= 10
+    assert set(torch.cat(seen).flatten().tolist()) == set(range(512, 2048))
+
+
+def test_what_is_read_in_one_pass_has_1024_examples_for_the_check() -> None:
+    for size in (16, 100):
+        batches = torch.arange(10240.0)[:, None].split(size)
+        fit, check, _ = predictive._divided(Source("data", batches, torch.device("cpu")))
+        assert sum(batch.size for batch in check) == 1024
+        assert fit is not None
+        assert min(batch.size for batch in itertools.islice(fit, 64)) >= 64
+
+
+def test_no_pass_has_more_examples_than_a_batch_of_the_loader() -> None:
+    """They may be all that fits; the result is that of larger batches, which mix the same inputs."""
+    seen, x, found = [], numbers(400, 4), []
+    model, original = batchnorm_classifier(0), batchnorm_classifier(1)
+    for layer in (model, original):
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    for size in (1, 64):
+        seen.clear()
+        data = x.split(size)
+        small = compressed_of(batchnorm_classifier(0))
+        found.append(fit_posterior(small, model, data, original=original).sigma_codes)
+        assert max(seen) == size
+    assert found[0] is not None
+    assert any(found[0])
+    assert max(abs(a - b) for a, b in zip(*found, strict=True)) <= 16
+
+
+def test_inputs_of_different_shapes_are_not_joined() -> None:
+    batches = [Batch((torch.ones(1, side, side),), {}, torch.ones(1)) for side in (2, 2, 3, 2)]
+    assert [each.size for each in gathered(batches, 4)] == [2, 1, 1]
+
+
+def test_too_few_examples_to_check_a_fit_give_no_noise() -> None:
+    """The spread of three numbers says nothing: noise that helped them by chance is not worth drawing."""
+    for scale in (12.0, 1.0):
+        model, data = overconfident(scale)
+        few = [(x[:1], (x[:1].argmax(1) + 1) % 3) for x, _ in data[:12]]  # all wrong: any noise helps
+        assert fit_posterior(compressed_of(model), model, few, unseen=True).sigma_codes == (0, 0)
+        many = fit_posterior(compressed_of(model), model, few * 4, unseen=True)
+        assert many.drawable
+
+
+def test_pixels_of_one_image_are_no_independent_examples() -> None:
+    """Two hundred copies of a pixel say as much as one."""
+    model, found = nn.Conv2d(3, 3, 1), []
+    with torch.no_grad():
+        model.weight.copy_(3.5 * torch.eye(3)[..., None, None])
+        assert model.bias is not None
+        model.bias.zero_()
+    x = torch.cat([x for x, _ in overconfident(1.0)[1]])[:160, :, None, None]
+    y = torch.cat([y for _, y in overconfident(1.0)[1]])[:160, None, None]
+    for side in (1, 14):
+        data = [(x.expand(-1, -1, side, side), y.expand(-1, side, side))]
+        found.append(fit_posterior(compressed_of(model), model, data, unseen=True).sigma_codes)
+    assert found[0] == found[1]
+
+
+def test_numbers_that_are_not_finite_are_an_error_and_no_verdict() -> None:
+    model, x = batchnorm_classifier(0), numbers(320, 4)
+    for example in (3, 300):  # in the check, and in the fit
+        bad = x.clone()
+        bad[example, 0] = math.nan
+        data = list(zip(bad.split(64), (torch.arange(320) % 3).split(64), strict=True))
+        with pytest.raises(DataError, match=r"1 of \d+ examples is not finite: check"):
+            fit_posterior(compressed_of(model), model, data, unseen=True)
+
+
+@pytest.mark.parametrize(
+    "target", [numbers(64, 3), numbers(64, 1), numbers(64), torch.ones(64, 3), -torch.eye(3)[[0] * 64]]
+)
+def test_targets_that_are_no_classes_are_an_error(target: Tensor) -> None:
+    """Of a regression or of several labels at once; by the likelihood of classes they would say something."""
+    model = batchnorm_classifier(0)
+    with pytest.raises(DataError, match="no probabilities of 3 classes"):
+        fit_posterior(compressed_of(model), model, [(numbers(64, 4), target)])
+    soft = numbers(64, 3).softmax(1).bfloat16().float()
+    assert fit_posterior(compressed_of(model), model, [(numbers(64, 4), soft)]).posterior == "tensor"
+
+
+def test_mistakes_are_one_sentence() -> None:
+    model, x = batchnorm_classifier(0), numbers(64, 4)
+    small, good = compressed_of(model), [(x, torch.arange(64) % 3)]
+    with pytest.raises(DataError, match=r"label 3 is out of range, because the network has 3 outputs"):
+        fit_posterior(small, model, [(x, torch.arange(64) % 4)])
+    with pytest.raises(DataError, match=r"compressed is a str: allowed is what pwfn\.load returns"):
+        fit_posterior("a.pwfn", model, good)  # type: ignore[arg-type]
+    for names in ({"model": "resnet"}, {"model": model, "original": "resnet"}):
+        with pytest.raises(DataError, match=r"is a str: allowed is a torch\.nn\.Module"):
+            fit_posterior(small, loader=good, **names)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="precision is 'fp8': allowed is one of fp32, bf16, fp16"):
+        fit_posterior(small, model, good, precision="fp8")
+    with pytest.raises(LayoutError, match="the model is a str"):
+        small.apply_to("resnet")  # type: ignore[arg-type]
+
+
+def test_a_loader_with_fewer_batches_than_it_says() -> None:
+    class Long(list[Any]):
+        def __len__(self) -> int:
+            return 500
+
+    model, small = batchnorm_classifier(0), compressed_of(batchnorm_classifier(0))
+    batch = numbers(64, 4), torch.arange(64) % 3
+    with pytest.raises(DataError, match="fewer batches than their length says"):
+        fit_posterior(small, model, Long([batch] * 16))
+    assert fit_posterior(small, model, Long([batch] * 20)).posterior == "tensor"
 
 
 def test_files_without_a_fitted_sigma_are_evaluated_without_draws(tmp_path: Path, call: Any) -> None:

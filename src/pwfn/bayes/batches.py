@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +91,11 @@ class Batch:
         size = self.size
         return self._mapped(lambda x: x[start:stop] if x.dim() > 0 and x.shape[0] == size else x)
 
+    def parts(self, most: int) -> Iterator[Batch]:
+        """Nearly equal parts of at most so many examples."""
+        size = -(-self.size // -(-self.size // most))
+        return (self.part(start, start + size) for start in range(0, self.size, size))
+
     def mixed(self, share: float) -> Batch:
         """Every example with ``1 - share`` of its neighbour added to ``share`` of itself.
 
@@ -103,6 +108,12 @@ class Batch:
         if not all(x.is_floating_point() and x.dim() > 0 and x.shape[0] == size for x in found):
             return self
         return replace(self._mapped(lambda x: share * x + (1 - share) * x.roll(1, 0)), target=None)
+
+    def can_join(self, other: Batch) -> bool:
+        """Whether the two are examples of one kind: alike but for their number."""
+        both = ((batch.size, batch.tensors()) for batch in (self, other))
+        whole = all(x.dim() > 0 and x.shape[0] == size for size, found in both for x in found)
+        return whole and self.first(1).shape() == other.first(1).shape()
 
     def cloned(self) -> Batch:
         """A copy with its own tensors."""
@@ -151,6 +162,44 @@ def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _map(function, item) for key, item in value.items()}
     return tuple(_map(function, item) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def gathered(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    """Batches of at least ``size`` examples, joined from smaller ones where those can be.
+
+    >>> [batch.size for batch in gathered([Batch((torch.ones(n, 1),), {}, None) for n in (2, 2, 9, 1)], 4)]
+    [4, 9, 1]
+    """
+    held: list[Batch] = []
+    for batch in batches:
+        if held and not held[0].can_join(batch):
+            yield _joined(held)
+            held = []
+        held.append(batch)
+        if sum(each.size for each in held) >= size:
+            yield _joined(held)
+            held = []
+    if held:
+        yield _joined(held)
+
+
+def cut(batches: Iterable[Batch], count: int) -> tuple[list[Batch], list[Batch]]:
+    """The first ``count`` examples, and the others."""
+    first, rest = [], []
+    for batch in batches:
+        own = min(batch.size, count)
+        count -= own
+        first += [batch.first(own)] if own else []
+        rest += [batch.part(own, batch.size)] if own < batch.size else []
+    return first, rest
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    columns = zip(*(batch.tensors() for batch in batches), strict=True)
+    tensors = iter([torch.cat(column) for column in columns])
+    return batches[0]._mapped(lambda _: next(tensors))
 
 
 def _shape(value: Any) -> Any:

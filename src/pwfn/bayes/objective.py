@@ -58,6 +58,12 @@ class Objective:
 
     def compared(self, output: Any, reference: Any, where: str) -> Tensor:
         """The loss of an output against its reference."""
+        scores = class_scores(output)
+        if self._ignored is not None and isinstance(scores, Tensor) and scores.shape[1:2] == (1,):
+            raise DataError(
+                f"{where}: the network has one output, and the cross entropy of one class is always 0: give "
+                "another loss_fn, such as torch.nn.functional.binary_cross_entropy_with_logits"
+            )
         try:
             loss = applied(self.loss_fn, output, reference)
         except BATCH_ERRORS as error:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched, device_of
+from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched, cut, device_of, gathered
 from pwfn.bayes.distributed import usable_device
 from pwfn.bayes.method import Method, phases
 from pwfn.bayes.network import WeightNetwork, hollow_copy
@@ -27,9 +27,9 @@ from pwfn.bayes.randomness import seeded, undisturbed
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import Config, Precision
 from pwfn.config.seeds import seed_from
-from pwfn.errors import DataError, cause
+from pwfn.errors import ConfigError, DataError, cause
 from pwfn.file.compressed import Compressed
-from pwfn.file.content import codes_of, sigma_of
+from pwfn.file.content import codes_of, name_of, sigma_of
 
 LogLikelihood = Callable[[Any, Any], Tensor]
 """A function of output and target: the log-probability of each example's target, in nats."""
@@ -40,9 +40,11 @@ MIXED_SHARE = 0.75
 _STEPS, _DRAWS, _LEARNING_RATE = 64, 4, 0.15
 _EXAMPLES = 64  # per step; four draws of each are in memory together
 _CHECK_EXAMPLES, _CHECK_DRAWS = 1024, 8  # examples that are not in the fit, and draws for each
+_FEWEST = 8  # examples to check with: the spread of fewer says nothing
 _START, _LARGEST, _SMALLEST = 0.1, 2.0, 2.0**-8  # of sigma, in root mean squares of the tensor
 _SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125)  # of the fitted sigmas, tried in this order
 _ERRORS = 2.0  # a difference of fewer standard errors is none
+_SUM_TOLERANCE = 0.01  # bfloat16 probabilities sum to 1 within this
 
 
 def fit_posterior(
@@ -71,14 +73,16 @@ def fit_posterior(
     Then all sigmas are multiplied by one scale from 1 to 1/8: the smallest that is as good as the best by the
     likelihood of 1,024 examples that were not in the fit, with 8 independent draws; a difference within two
     standard errors is none. If it is no better than the point estimate, every sigma is zero: there is no
-    posterior worth drawing from.
+    posterior worth drawing from. An example is an image, say, whatever the number of its pixels with a class.
 
     Args:
         compressed: the network; its values do not change.
         model: any network of that architecture; it is not changed.
-        loader: training data, labelled unless ``original`` is given. The first 1,024 examples are for the
-            check, 64 of each of the 64 batches after them for the fit.
-        original: the network before compression. Its softmax output is then the target, not the labels.
+        loader: training data in random order, labelled unless ``original`` is given. The first 1,024 examples
+            are for the check, 64 of each of the 64 batches after them for the fit. Of fewer data, a quarter
+            is for the check, and all others for the fit; of fewer than 32 examples, every sigma is zero.
+        original: the network before compression; it is not changed. Its softmax output is then the target,
+            not the labels.
         unseen: True if the network was not trained on these data. Inputs are then not mixed.
         log_likelihood: for networks that are no classifiers; by default ``log softmax`` at the target.
         seed: of the noise. The same seed on the same machine gives the same bits.
@@ -94,18 +98,32 @@ def fit_posterior(
     >>> bool(fitted.sigma[0] > 1), fit_posterior(small, model, data[:4], unseen=True).posterior
     (True, 'tensor')
     """
+    _check_networks(compressed, model, original)
+    if precision not in tuple(Precision):
+        allowed = ", ".join(Precision)
+        raise ConfigError(f"precision is {precision!r}: allowed is one of {allowed}")
     where = usable_device(device) if device is not None else device_of(model)
     place = compressed.apply_to(copy.deepcopy(model)).to(where)
     likelihood = log_likelihood or class_log_likelihood
     source = Source("data of the posterior", batched(loader), where)
-    target = _Target(original.to(where).eval() if original is not None else None, unseen, source.name)
+    taught_by = copy.deepcopy(original).to(where).eval() if original is not None else None
     with seeded(seed_from("posterior", seed), where), undisturbed(source):
         net = DrawnNetwork(place, compressed)
+        fit, check, most = _divided(source)
+        target = _Target(taught_by, unseen, source.name, most)
         job = _Fit(net, likelihood, target, Precision(precision), seed, before_batch or (lambda: None))
-        fit, check = _divided(source)
         with evaluating(net):
-            codes = job.checked(job.fitted(fit), check) if check else (0,) * len(compressed.layout.entries)
+            sigma = torch.zeros_like(net.units) if fit is None else job.fitted(fit)
+            codes = job.checked(sigma, check)
     return replace(compressed, sigma_codes=codes)
+
+
+def _check_networks(compressed: object, model: object, original: object) -> None:
+    if not isinstance(compressed, Compressed):
+        raise DataError(f"compressed is a {type(compressed).__name__}: allowed is what pwfn.load returns")
+    for name, network in (("model", model), ("original", original)):
+        if not isinstance(network, nn.Module) and (name == "model" or network is not None):
+            raise DataError(f"{name} is a {type(network).__name__}: allowed is a torch.nn.Module")
 
 
 def wants_posterior(net: Method, objective: Objective) -> bool:
@@ -130,9 +148,12 @@ def run_posterior(
 ) -> tuple[int, ...] | None:
     """The predictive sigmas of a run's network as codes, where one is wanted and there are class scores."""
     batch = next(train.batches(0), None) if wants_posterior(net, objective) else None
-    if batch is None or not is_logits(class_scores(batch.through(original, "the first batch"))):
+    if batch is None:
         return None
+    scores = class_scores(batch.through(original, "the first batch"))
     taught = objective.teacher is not None or batch.target is None
+    if not is_logits(scores) or not (taught or _is_class_target(batch.target, scores)):
+        return None
     return fit_posterior(
         *(compressed, original, train.loader),
         original=original if taught else None,
@@ -153,11 +174,28 @@ def class_log_likelihood(output: Any, target: Any) -> Tensor:
     scores = class_scores(output)
     if not is_logits(scores):
         gave = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        raise DataError(f"the network gave {gave}, not one score per class: pass a log_likelihood of its own")
+        raise DataError(
+            f"the network gave {gave}, not one score per class: give pwfn.fit_posterior a log_likelihood of "
+            "its own"
+        )
+    if not _is_class_target(target, scores):
+        raise DataError(
+            f"the targets are {tuple(target.shape)} {name_of(target.dtype)} and no probabilities of "
+            f"{scores.shape[1]} classes: give pwfn.fit_posterior a log_likelihood of its own"
+        )
     log_p = scores.float().log_softmax(1)
     if target.is_floating_point():
         return (target * log_p).sum(1)
     return -F.nll_loss(log_p, target, reduction="none")
+
+
+def _is_class_target(target: Any, scores: Tensor) -> bool:
+    """False for targets of regression and several labels at once: numbers, but no probabilities."""
+    if not isinstance(target, Tensor) or not target.is_floating_point():
+        return True  # classes
+    if target.shape != scores.shape or bool((target < 0).any()):
+        return False
+    return bool(((target.sum(1) - 1).abs() < _SUM_TOLERANCE).all())
 
 
 class DrawnNetwork(WeightNetwork):
@@ -198,14 +236,18 @@ class _Target:
     original: nn.Module | None
     unseen: bool
     name: str
+    most: int  # examples in memory together
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Batch:
         target = batch.target
         if self.original is not None:
-            target = class_scores(batch.through(self.original, self.name)).float().softmax(1)
+            outputs = [part.through(self.original, self.name) for part in batch.parts(self.most)]
+            target = torch.cat([class_scores(output).float().softmax(1) for output in outputs])
         elif target is None:
-            raise DataError(f"{self.name} have no labels: give the network before compression as original=")
+            raise DataError(
+                f"{self.name} have no labels: give the network before compression (original= or --weights)"
+            )
         return replace(batch if self.unseen else batch.mixed(MIXED_SHARE), target=target)
 
 
@@ -224,19 +266,26 @@ class _Fit:
         logs = torch.full_like(units, math.log(_START)).requires_grad_()
         optimizer = torch.optim.Adam([logs], _LEARNING_RATE, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
-        for step in range(_STEPS):
+        step = -1
+        for step, raw in zip(range(_STEPS), batches, strict=False):
             self.before_batch()
             optimizer.zero_grad()
-            batch = self.target(next(batches).first(_EXAMPLES))
+            batch = self.target(raw.first(_EXAMPLES))
             # Pairs of opposite signs: what is linear in the noise cancels, and the gradient is less noisy.
             draws = [sign * eps for eps in self._noise("fit", step, _DRAWS // 2) for sign in (1, -1)]
-            self.net.sigma = units * logs.exp()
-            (-self._log_p(batch, draws).sum() / batch.size).backward()
+            for part in batch.parts(self.target.most):
+                self.net.sigma = units * logs.exp()
+                log_p = self._log_p(part, draws)
+                if not log_p.isfinite().all():  # because of the noise, or of the data
+                    self._points(part)
+                (-log_p.sum() / batch.size).backward()
             logs.grad = torch.nan_to_num(logs.grad) if logs.grad is not None else None
             optimizer.step()
             scheduler.step()
             with torch.no_grad():
                 logs.clamp_(max=math.log(_LARGEST))
+        if step < 0:
+            raise DataError(f"{self.target.name} have fewer batches than their length says: correct it")
         relative = logs.detach().exp()
         return torch.where(relative < _SMALLEST, 0.0, relative).cpu() * self.net.units
 
@@ -244,19 +293,36 @@ class _Fit:
     def checked(self, sigma: Tensor, batches: Sequence[Batch]) -> tuple[int, ...]:
         """The codes of the smallest scale of sigma that is as good as the best one; else zeros."""
         prepared = [self.target(batch) for batch in batches]
-        points = torch.cat([self._log_p(batch, []).double().reshape(-1) for batch in prepared])
+        points = torch.cat([self._points(batch) for batch in prepared])
         tried, gains = [codes_of(scale * sigma) for scale in _SCALES], []
         for codes in tried:
             self.net.sigma = sigma_of(codes).to(self.net.device, torch.float32)
             drawn = []
             for number, batch in enumerate(prepared):
                 self.before_batch()
-                drawn.append(self._log_p(batch, self._noise("check", number, _CHECK_DRAWS)))
-            gain = torch.cat([each.double().reshape(-1) for each in drawn]) - points
+                noise = self._noise("check", number, _CHECK_DRAWS)
+                drawn.append(self._per_example(batch, noise))
+            gain = torch.cat(drawn) - points
             gains.append(gain.nan_to_num(-math.inf))
             if not equals_best(gains):  # nor will smaller noise be, whose gain goes to zero
                 break
         return chosen(gains, tried)
+
+    @torch.no_grad()
+    def _points(self, batch: Batch) -> Tensor:
+        """The log-likelihood of each example by the point estimate, which must be finite."""
+        found = self._per_example(batch, [])
+        if bad := int((~found.isfinite()).sum()):
+            raise DataError(
+                f"{self.target.name}: without noise the likelihood of {bad:,} of {batch.size:,} examples is "
+                "not finite: check their inputs and targets"
+            )
+        return found
+
+    def _per_example(self, batch: Batch, draws: Sequence[Tensor]) -> Tensor:
+        """Pixels or tokens of one example depend on each other: only their sums are independent numbers."""
+        logs = (self._log_p(part, draws).double() for part in batch.parts(self.target.most))
+        return torch.cat([log_p.reshape(len(log_p), -1).sum(1) for log_p in logs])
 
     def _log_p(self, batch: Batch, draws: Sequence[Tensor]) -> Tensor:
         """The log of the mean probability of each target; of the point estimate for no draws."""
@@ -265,6 +331,8 @@ class _Fit:
             self.net.noise = noise
             with autocast(self.net.device, self.precision):
                 output = batch.through(self.net, self.target.name)
+            if self.likelihood is class_log_likelihood:
+                Objective(F.cross_entropy).check_labels(output, batch, self.target.name)
             try:
                 found = self.likelihood(output, batch.target)
             except BATCH_ERRORS as error:
@@ -317,30 +385,30 @@ def _mean_and_error(numbers: Tensor) -> tuple[float, float]:
     return float(numbers.mean()), float(numbers.std(correction=0)) / math.sqrt(len(numbers))
 
 
-def _parts(batch: Batch, count: int) -> Iterator[Batch]:
-    size = -(-batch.size // count)
-    return (batch.part(start, start + size) for start in range(0, batch.size, size))
+def _divided(source: Source) -> tuple[Iterator[Batch] | None, list[Batch], int]:
+    """Batches for the fit, and others for the check: the first examples; None, and all, of too few data.
 
-
-def _divided(source: Source) -> tuple[Iterator[Batch], list[Batch]]:
-    """Batches for the fit, without end, and others for the check; of one batch, a half each."""
-    batches, check = source.batches(0), []
-    length = 0
+    Of few batches the fit takes one part after the other and sees all examples; small ones are joined.
+    The last number is the size of the first, which fits in memory.
+    """
+    read, begun, length = (batch for batch in source.batches(0) if batch.size), [], 0
+    if (first := next(read, None)) is None:
+        raise DataError(f"{source.name} are empty: give at least one batch")
+    most = first.size
+    batches = gathered(itertools.chain([first], read), _EXAMPLES)
     if isinstance(source.loader, Sized):
         with contextlib.suppress(TypeError):  # a DataLoader over a data set without a length
-            length = len(source.loader)
+            length = len(source.loader) // -(-_EXAMPLES // most)
     for batch in batches:
-        check.append(batch)
-        if sum(each.size for each in check) >= _CHECK_EXAMPLES:
+        begun.append(batch)
+        if sum(each.size for each in begun) >= _CHECK_EXAMPLES:
             break
-    if length >= _STEPS + len(check):  # one pass is enough, and nothing else is kept in memory
-        return batches, check
-    found = check + list(itertools.islice(batches, _STEPS))
-    if len(found) == 1 and found[0].size > 1:
-        found = list(_parts(found[0], 2))
-    if not found:
-        raise DataError(f"{source.name} are empty: give at least one batch")
-    if len(found) == 1:  # one example: nothing is left to check a fit with
-        return iter(()), []
-    checks = max(min(len(check), len(found) // 4), 1)
-    return itertools.cycle(found[checks:]), found[:checks]
+    if length >= _STEPS + len(begun):
+        return batches, cut(begun, _CHECK_EXAMPLES)[0], most
+    begun += itertools.islice(batches, _STEPS)
+    wanted = min(_CHECK_EXAMPLES, sum(batch.size for batch in begun) // 4)
+    if wanted < _FEWEST:
+        return None, begun, most
+    check, rest = cut(begun, wanted)
+    turns = itertools.zip_longest(*(batch.parts(_EXAMPLES) for batch in rest))
+    return itertools.cycle([part for turn in turns for part in turn if part is not None]), check, most

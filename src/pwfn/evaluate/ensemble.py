@@ -133,9 +133,10 @@ def ensemble(
     """
     several = not isinstance(compressed, Compressed)
     members = list(compressed) if isinstance(compressed, Sequence) else [compressed]
-    models = [model] * len(members) if isinstance(model, nn.Module) else list(model)
-    if samples < (0 if several else 1):
-        raise DataError(f"samples is {samples}: allowed is at least {0 if several else 1}")
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model] * len(members)
+    if not isinstance(samples, int) or samples < (0 if several else 1):
+        least = 0 if several else 1
+        raise DataError(f"samples is {samples}: allowed is a whole number of at least {least}")
     if not members or len(models) != len(members):
         raise DataError(
             f"there are {len(members)} networks and {len(models)} models: give one model for each"
@@ -143,8 +144,12 @@ def ensemble(
     for each in members:
         if not isinstance(each, Compressed):
             raise DataError(f"a network is a {type(each).__name__}: allowed is what pwfn.load returns")
-    places = [_placed(each, device) for each in models]
+    for own in models:
+        if not isinstance(own, nn.Module):
+            raise DataError(f"a model is a {type(own).__name__}: allowed is a torch.nn.Module")
+    _generator(seed)
     scaled = [_scaled(member, sigma_scale) for member in members]
+    places = [_placed(each, device) for each in models]
     source = Source(name, batched(loader), places[0])
     points = {n for n, one in enumerate(members) if not samples or (several and one.posterior == "none")}
 
@@ -174,10 +179,17 @@ def _scaled(compressed: Compressed, scale: float) -> Compressed:
 
 
 def _draws(compressed: Compressed, model: nn.Module, samples: int, seed: int) -> Iterator[nn.Module]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = _generator(seed)
     for _ in range(samples):
         model.load_state_dict({**model.state_dict(), **compressed.sample(generator)})
         yield model
+
+
+def _generator(seed: int) -> torch.Generator:
+    try:
+        return torch.Generator().manual_seed(seed)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"seed is {seed!r}: allowed is a whole number from 0 to 2^63 - 1") from error
 
 
 class _Pass(NamedTuple):
@@ -227,7 +239,8 @@ def _one_pass(model: nn.Module, source: Source) -> _Pass:
             where = f"{source.name}, batch {number}"
             log_p = _log_probabilities(logits(batch.through(model, where)), batch, where)
             first = next((x for x in batch.tensors() if x.dim() > 0), torch.zeros(batch.size))
-            checksums = first.reshape(len(first), -1).double().sum(1).cpu()
+            # NaN is equal to no other one, and some networks take it for a missing number.
+            checksums = first.reshape(len(first), -1).double().nan_to_num(0.0, 0.0, 0.0).sum(1).cpu()
             found.append(_Pass(log_p, _entropy(log_p), _targets(batch.target, log_p, where), checksums))
     if not found:
         raise DataError(

@@ -139,7 +139,9 @@ class Compressed(Content):
         """
         values, per_tensor = self.values(), self.tensor_sigma
         if self.posterior == "none":
-            raise WeightError("this network has no posterior to draw from: fit one with pwfn.fit_posterior")
+            raise WeightError(
+                "there is no posterior to draw from: fit one (pwfn.fit_posterior, pwfn posterior)"
+            )
         noise = torch.randn(values.shape, dtype=values.dtype, generator=generator)
         if per_tensor is None:
             return self._state_dict(values.addcmul_(self.sigma, noise))  # type: ignore[arg-type]  # not None
@@ -190,6 +192,8 @@ class Compressed(Content):
 
     def _check_fits(self, model: nn.Module) -> None:
         """Raise an error that names the tensors in which the model differs, before it is changed."""
+        if not isinstance(model, nn.Module):
+            raise LayoutError(f"the model is a {type(model).__name__}: allowed is a torch.nn.Module")
         ours = {name: tuple(tensor.shape) for name, tensor in self.untouched.items()}
         for entry in self.layout.entries:
             ours |= dict.fromkeys((entry.name, *entry.aliases), entry.shape)

@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pwfn.errors import FileError
@@ -59,6 +59,21 @@ def replacing(path: str | Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+class _EnoughError(Exception):
+    """Ends the trial below without a file."""
+
+
+def check_writable(path: str | Path) -> None:
+    """Begin to write the file, and stop: what would fail after the work fails before it.
+
+    >>> check_writable("/")
+    Traceback (most recent call last):
+    pwfn.errors.FileError: /: is a folder: name a file in it
+    """
+    with suppress(_EnoughError), replacing(path):
+        raise _EnoughError
 
 
 def clear_leftovers(folder: str | Path, names: Iterable[str]) -> None:

@@ -17,17 +17,19 @@ from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.predictive import fit_posterior
 from pwfn.bayes.randomness import seeded
 from pwfn.config import Precision
-from pwfn.errors import DataError, FileError
+from pwfn.errors import DataError, FileError, PwfnError
 from pwfn.evaluate import calibration
 from pwfn.evaluate.ensemble import ensemble
 from pwfn.evaluate.inspect import inspect
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
+from pwfn.file.storage import check_writable
 from pwfn.run.options import RunOptions
 from pwfn.run.resolve import check_classes, compared_by, data_options, network_of, preparation_of
 from pwfn.zoo import models
 from pwfn.zoo.data import Data, DataOptions, open_source
+from pwfn.zoo.models import DataConfig
 
 _SIZES = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
 
@@ -97,15 +99,23 @@ def original_of(compressed: Compressed, name: str, weights: str) -> nn.Module:
     return network
 
 
+def _opened(path: Path, model: str) -> tuple[Compressed, nn.Module, DataConfig]:
+    """A file, its network with the file's weights, and how the images of that are prepared."""
+    compressed = load(path)
+    try:
+        network = compressed.apply_to(network_of(compressed, model))
+        return compressed, network, preparation_of(compressed, model, network)
+    except PwfnError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
 def open_file(path: Path, options: RunOptions, seed: int) -> OpenFile:
     """A file, the network it names with its weights, and data by name."""
-    compressed = load(path)
-    network = network_of(compressed, options.model)
+    compressed, network, preparation = _opened(path, options.model)
     alone = distributed_for(options.device, alone=True)
-    preparation = preparation_of(compressed, options.model, network)
     images = replace(data_options(options, preparation, seed, alone), testing=True)
     data = open_source(options.data, images)
-    labelled = check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
+    labelled = check_classes(network.to(alone.device), data, alone.device)
     return OpenFile(compressed, network, data, labelled, images, alone)
 
 
@@ -114,13 +124,13 @@ def open_files(paths: Sequence[Path], options: RunOptions, seed: int) -> list[Op
     first = open_file(paths[0], options, seed)
     found = [first]
     for path in paths[1:]:
-        compressed = load(path)
-        network = network_of(compressed, options.model)
-        preparation = preparation_of(compressed, options.model, network)
+        compressed, network, preparation = _opened(path, options.model)
         if preparation != preparation_of(first.compressed, options.model, first.network):
-            raise DataError(f"{path}: takes images that are prepared otherwise than for {paths[0]}")
+            raise DataError(
+                f"{path}: takes images that are prepared otherwise than for {paths[0]}: evaluate it alone"
+            )
         place = first.distributed.device
-        check_classes(compressed.apply_to(network).to(place), first.data, place)
+        check_classes(network.to(place), first.data, place)
         found.append(replace(first, compressed=compressed, network=network))
     return found
 
@@ -133,12 +143,11 @@ def fit_file(
     With ``options.holdout``, on training images that the network has not seen; see
     :func:`pwfn.fit_posterior`.
     """
-    compressed = load(path)
-    network = network_of(compressed, options.model)
+    check_writable(out)
+    compressed, network, preparation = _opened(path, options.model)
     alone = distributed_for(options.device, alone=True)
-    preparation = preparation_of(compressed, options.model, network)
     data = open_source(options.data, data_options(options, preparation, seed, alone))
-    check_classes(compressed.apply_to(network).to(alone.device), data, alone.device)
+    check_classes(network.to(alone.device), data, alone.device)
     unseen = options.holdout > 0
     fitted = fit_posterior(
         *(compressed, network, data.test if unseen else data.train),

@@ -81,6 +81,11 @@ def open_python(spec: str, _: str, options: DataOptions) -> Data:
     path, function = user_function(spec, DataError)
     name = spec.rpartition(":")[2]
     takes_options = _takes_an_argument(function)
+    if options.holdout and not takes_options:
+        raise DataError(
+            f"{path}: {name} takes no argument, and so cannot hold out {options.holdout:,} training images: "
+            "give it one for the options, or leave --holdout out"
+        )
     try:
         made = function(options) if takes_options else function()
     except PwfnError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from pwfn.bayes.distributed import usable_device
 from pwfn.errors import FileError, PwfnError
 from pwfn.evaluate.score import finite
-from pwfn.file.storage import replacing
+from pwfn.file.storage import check_writable, replacing
 from pwfn.lab.pretrain.loop import Epoch, train, untrained
 from pwfn.lab.pretrain.recipe import Recipe, recipe_for
 from pwfn.run.console import duration
@@ -157,13 +156,7 @@ def save_weights(model: nn.Module, path: str | Path, metadata: Mapping[str, Any]
         temporary.write_bytes(content)
 
 
-class _EnoughError(Exception):
-    """Ends the trial below without a file."""
-
-
 def _check_target(path: Path, force: bool) -> None:
-    """Begin to write the file, and stop: what would fail at the end fails now."""
     if path.is_file() and not force:
         raise FileError(f"{path}: exists already: name another file, or replace it with --force")
-    with suppress(_EnoughError), replacing(path):
-        raise _EnoughError
+    check_writable(path)

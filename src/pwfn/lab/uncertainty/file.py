@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from pwfn.bayes.batches import Source
 from pwfn.errors import DataError
 from pwfn.file.content import NOTHING_TO_DRAW
-from pwfn.file.storage import replacing
+from pwfn.file.storage import check_writable, replacing
 from pwfn.lab.uncertainty.assess import Assessment, Rival, assess
 from pwfn.lab.uncertainty.ood import open_ood
 from pwfn.run.options import RunOptions, TrustOptions
@@ -28,19 +31,21 @@ def evaluated(
     sigma was fitted. Without labels there is no such table: the network is compared with the original one.
     """
     paths = [paths] if isinstance(paths, Path) else paths
-    files = open_files(paths, options, asked.seed)
+    if asked.out is not None:
+        check_writable(asked.out)
+    files: Sequence[OpenFile] = open_files(paths, options, asked.seed)
     first, several = files[0], len(files) > 1
     if not first.labelled and (asked.samples or asked.ood or asked.out or several):
         raise DataError(
             f"{first.data.name} has no labels, which --samples, --ood, --out and several files need: leave "
             "these out, or give labelled data"
         )
-    asked = _with_samples(asked, files)
+    asked, files = _with_samples(asked, files)
     if first.labelled and (asked.wanted or several):
         facts, table = assess_file(paths, options, asked, files)
         return facts, [*_summary(facts), "", *table.lines()]
     facts = file_facts(first, paths[0], options.model, asked.original)
-    return facts, _summary(facts)
+    return facts, [*_summary(facts), *_why_not_drawn(first, asked)]
 
 
 def assess_file(
@@ -55,7 +60,8 @@ def assess_file(
     """
     paths = [paths] if isinstance(paths, Path) else paths
     files = files or open_files(paths, options, asked.seed)
-    asked, first = _with_samples(asked, files), files[0]
+    asked, files = _with_samples(asked, files)
+    first = files[0]
     original = original_of(first.compressed, options.model, asked.original) if asked.original else None
     ood = {spec: open_ood(spec, first.data, first.images) for spec in asked.ood}
     table = assess(
@@ -70,10 +76,17 @@ def assess_file(
     )
     notes = [f"{spec}: {other.note}" for spec, other in ood.items() if other.note]
     notes += [
-        f"{path}: {NOTHING_TO_DRAW}, so that it predicts by its point estimate"
+        f"{path}: {why}, so that it predicts by its point estimate"
         for path, file in zip(paths, files, strict=True)
-        if asked.samples and file.compressed.posterior != "none" and not file.compressed.drawable
+        if asked.samples and not file.compressed.drawable
+        for why in ("no fitted sigma" if file.compressed.posterior == "none" else NOTHING_TO_DRAW,)
     ]
+    if len(files) > 1:  # a report is of one of them, and says so
+        notes.append(f"the predictions are of several files together: {', '.join(map(str, paths))}")
+    if len(files) > 1 and original is not None:
+        notes.append(f"the original network is that of {paths[0]} alone")
+    if len({path.resolve() for path in paths}) < len(paths):
+        notes.append("a file that is given twice has two votes, and its bytes count twice")
     table = replace(table, notes=(*table.notes, *notes))
     each = [file_facts(file, path) for file, path in zip(files, paths, strict=True)]
     facts = each[0]
@@ -89,12 +102,43 @@ def assess_file(
     return facts, table
 
 
-def _with_samples(asked: TrustOptions, files: Sequence[OpenFile]) -> TrustOptions:
-    """With the number of draws: 20 by default where a predictive sigma was fitted and is not zero."""
+def _with_samples(asked: TrustOptions, files: Sequence[OpenFile]) -> tuple[TrustOptions, Sequence[OpenFile]]:
+    """With the number of draws: 20 by default where a predictive sigma was fitted and is not zero.
+
+    By default a sigma of training is not drawn: it may be far too large to predict with.
+    """
     if asked.samples is not None:
-        return asked
-    fitted = (file.compressed.posterior == "tensor" and file.compressed.drawable for file in files)
-    return replace(asked, samples=_SAMPLES if files[0].labelled and any(fitted) else 0)
+        return asked, files
+    fitted = any(map(_is_fitted, files)) and _has_classes(files[0])
+    return replace(asked, samples=_SAMPLES if fitted else 0), [
+        file
+        if file.compressed.posterior == "tensor"
+        else replace(file, compressed=replace(file.compressed, weight_sigma=None, centre_sigma=None))
+        for file in files
+    ]
+
+
+def _is_fitted(file: OpenFile) -> bool:
+    return file.compressed.posterior == "tensor" and file.compressed.drawable
+
+
+def _has_classes(file: OpenFile) -> bool:
+    """Whether every example has one class, which all measures of uncertainty need."""
+    batches = Source("test data", file.data.test, file.distributed.device).batches()
+    target = next((batch.target for batch in batches), None)
+    return isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
+
+
+def _why_not_drawn(file: OpenFile, asked: TrustOptions) -> list[str]:
+    """What a reader should know of a single file without draws."""
+    found = []
+    if file.compressed.posterior == "tensor" and not file.compressed.drawable:
+        found.append(NOTHING_TO_DRAW)
+    elif _is_fitted(file) and file.labelled and asked.samples == 0 and not _has_classes(file):
+        found.append("its fitted sigma is not drawn: uncertainty is measured where an example has one class")
+    if asked.sigma_scale != 1:
+        found.append("--sigma-scale has no effect: nothing is drawn")
+    return found
 
 
 def _summary(facts: dict[str, Any]) -> list[str]:
