@@ -192,8 +192,6 @@ class Compressed(Content):
 
     def _check_fits(self, model: nn.Module) -> None:
         """Raise an error that names the tensors in which the model differs, before it is changed."""
-        if not isinstance(model, nn.Module):
-            raise LayoutError(f"the model is a {type(model).__name__}: allowed is a torch.nn.Module")
         ours = {name: tuple(tensor.shape) for name, tensor in self.untouched.items()}
         for entry in self.layout.entries:
             ours |= dict.fromkeys((entry.name, *entry.aliases), entry.shape)
