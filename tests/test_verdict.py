@@ -23,11 +23,12 @@ from pwfn import Config, DataError, compress
 from pwfn import evaluate as score
 from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import METHODS, Method
+from pwfn.bayes.network import WeightNetwork
 from pwfn.bayes.objective import divergence
 from pwfn.config import METHOD_DEFAULTS
 from pwfn.evaluate.answers import AnswerCounter, Answers
 from pwfn.evaluate.score import Scores
-from pwfn.evaluate.verdict import FEW_STEPS, doubts, ruin
+from pwfn.evaluate.verdict import FEW_STEPS, doubts, left_out, ruin
 from pwfn.file.compressed import Compressed
 from pwfn.fixing.record import FixRecord
 from pwfn.layout import held, untouched
@@ -144,6 +145,22 @@ def test_few_steps_are_told_unless_there_is_no_training(steps: list[int], bad: b
 
 
 # Counting
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes", "said"),
+    [
+        (nn.LSTM(8, 8), {}, True),
+        (nn.LSTM(8, 8), {"layout.include": ["type:LSTM"]}, False),
+        (nn.LSTM(8, 8), {"layout.exclude": ["type:LSTM"]}, False),  # as asked
+        (nn.LSTM(2, 2), {}, False),  # 48 of 120
+    ],
+)
+def test_a_network_of_which_most_is_not_compressed_is_told(
+    layer: nn.Module, changes: dict[str, Any], said: bool
+) -> None:
+    net = WeightNetwork(nn.Sequential(nn.Linear(8, 8), layer), Config().override(changes))
+    assert bool(left_out(net)) == said
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (5, 4, 2, 3)])

@@ -32,7 +32,7 @@ from pwfn.evaluate import trace
 from pwfn.evaluate.entropy import Pool, summarise
 from pwfn.evaluate.score import Scores, mean_scores, recorded
 from pwfn.evaluate.targets import State, check_target, choose, next_step
-from pwfn.evaluate.verdict import doubts, kept_statistics, other_threads, ruin, warn
+from pwfn.evaluate.verdict import doubts, kept_statistics, left_out, other_threads, ruin, warn
 from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.file.format import dumps, loads
@@ -198,6 +198,7 @@ class Run:
             shrink_uncompressed(copy.deepcopy(self.net.model), self.config.finish)
         before = self.scores(self.original, Precision.FP32)
         found = doubts(before, self.phase_steps()) + kept_statistics(self.net, self.original)
+        found += left_out(self.net)
         warnings = warn(found, self.distributed)
         self.start_network(self.net)
         start = trace.at_start(self.net.layout, self.net.state())

@@ -49,6 +49,24 @@ def kept_statistics(net: WeightNetwork, model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def left_out(net: WeightNetwork) -> tuple[str, ...]:
+    """What is not compressed, if that is most of the network and nobody asked for it.
+
+    >>> left_out(WeightNetwork(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 2))))[0][:60]
+    "57% of the parameters are not compressed: for example '1.wei"
+    """
+    others = net.layout.left_out
+    size = sum(math.prod(item.shape) for item in others)
+    if size <= net.layout.size or net.settings.layout.exclude:
+        return ()
+    largest = max(others, key=lambda item: math.prod(item.shape))
+    share = size / (size + net.layout.size)
+    return (
+        f"{share:.0%} of the parameters are not compressed: for example {largest.name!r} ({largest.reason}); "
+        "name them in layout.include",
+    )
+
+
 def other_threads(before: int, now: int) -> tuple[str, ...]:
     """What a run that resumes must know if torch has another number of threads; 0: not known.
 
