@@ -588,6 +588,14 @@ def test_a_target_that_cannot_be_looked_at(digits: Path) -> None:
             from_file(digits, "torch", digits.parent / name)
 
 
+def test_a_folder_that_is_not_there_is_told_before_the_work(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pwfn.export.command._graph", lambda *_: pytest.fail("the export began"))
+    with pytest.raises(FileError, match="nowhere"):
+        from_file(digits, "onnx", digits.parent / "nowhere" / "net.onnx")
+
+
 def test_a_file_may_not_choose_code_to_run(digits: Path, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     code = tmp_path / "code.py"

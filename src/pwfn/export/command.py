@@ -14,6 +14,7 @@ from pwfn.export.onnx import to_onnx
 from pwfn.export.pt2 import to_pt2
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
+from pwfn.file.storage import check_writable
 from pwfn.zoo import models
 
 _ENDINGS = {"onnx": ".onnx", "pt2": ".pt2", "safetensors": ".safetensors", "torch": ".pt"}
@@ -41,6 +42,7 @@ def from_file(
     if os.path.exists(target) and os.path.exists(file) and os.path.samefile(target, file):
         raise PwfnError(f"{target} is the file itself: name another with --out")
     compressed = load(file)
+    check_writable(target)
     if to in _GRAPHS:
         facts, sentence = _graph(compressed, to, target, model, input_shape)
     else:
