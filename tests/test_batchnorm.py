@@ -136,6 +136,12 @@ def test_a_batchnorm_that_no_batch_comes_through_keeps_its_statistics() -> None:
     assert int(net.model.get_submodule("main.1").num_batches_tracked) == 2
 
 
+def test_a_batch_of_one_example_that_cannot_be_trained_on_names_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    with pytest.raises(DataError, match=r"Expected more than 1 value .*\(drop_last=True\)$"):
+        Batch((torch.ones(1, 4),), {}, None).through(model, "here")
+
+
 def test_statistics_are_as_they_were_after_an_error_in_the_middle() -> None:
     """The first batch is gathered from, the second cannot be taken."""
     torch.manual_seed(0)

@@ -68,8 +68,11 @@ class Batch:
         except BATCH_ERRORS as error:
             if is_out_of_memory(error):
                 raise self.too_large(where) from error
+            # BatchNorm on a last batch of one example.
+            alone = self.size == 1 and "more than 1 value per channel" in str(error)
+            advice = ": leave batches of one example out (drop_last=True)" if alone else ""
             raise DataError(
-                f"{where}: the model cannot take inputs {self.describe()}: {cause(error)}"
+                f"{where}: the model cannot take inputs {self.describe()}: {cause(error)}{advice}"
             ) from error
 
     def too_large(self, where: str, fits: int | None = None) -> TooLargeError:
