@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pwfn import Compressed, FileError, GaussianNetwork, Layout, LayoutError, WeightError
+from pwfn.file import compressed as compressed_module
 from pwfn.zoo.models import digits_resnet
 
 TOKENS = torch.arange(11)
@@ -269,3 +271,15 @@ def test_extra_state_of_a_module_stays() -> None:
     result.apply_to(target)
     assert target[0].version == 7
     assert torch.equal(target[0].weight.flatten(), result.values()[:6])
+
+
+def test_sigmas_of_training_are_told_once_when_they_are_drawn(caplog: pytest.LogCaptureFixture) -> None:
+    compressed_module._say_that_sigmas_are_of_training.cache_clear()
+    model = nn.Linear(1, 2, bias=False)
+    trained = Compressed.of(Layout.of(model), torch.ones(2), torch.ones(2), {})
+    replace(trained, weight_sigma=None, sigma_codes=(128,)).sample()
+    assert caplog.messages == []  # fitted
+    for _ in range(2):
+        trained.sample()
+    (said,) = caplog.messages
+    assert said.startswith("these sigmas are those of training")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +21,7 @@ from pwfn.layout.coverage import check_model
 from pwfn.runtime import Coded, apply_indices, index_dtype
 from pwfn.runtime.apply import load_dense
 
+LOGGER = logging.getLogger("pwfn")
 Divide = Callable[[Entry], tuple[int, int]]
 """The axis along which an entry is cut, and the number of equal parts, each with its own codebook."""
 
@@ -135,7 +138,9 @@ class Compressed(Content):
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """A state dict with each compressed weight drawn: ``centre + sigma * eps`` with ``eps ~ N(0, 1)``.
 
-        Where no posterior is worth drawing from, every sigma is 0, and every draw the point estimate.
+        Where no posterior is worth drawing from, every sigma is 0, and every draw the point estimate. Sigmas
+        of training are as large as rounding tolerates, not fitted to predict: the logger ``pwfn`` says so,
+        once.
         """
         values, per_tensor = self.values(), self.tensor_sigma
         if self.posterior == "none":
@@ -144,6 +149,7 @@ class Compressed(Content):
             )
         noise = torch.randn(values.shape, dtype=values.dtype, generator=generator)
         if per_tensor is None:
+            _say_that_sigmas_are_of_training()
             return self._state_dict(values.addcmul_(self.sigma, noise))  # type: ignore[arg-type]  # not None
         for entry, sigma in zip(self.layout.entries, per_tensor.tolist(), strict=True):
             values[entry.span].add_(noise[entry.span], alpha=sigma)
@@ -237,3 +243,11 @@ def _divided(layout: Layout, values: Tensor, divide: Divide) -> tuple[list[Tenso
 
 def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
     return "×".join(str(n) for n in shapes[name]) or "scalar" if name in shapes else "absent"
+
+
+@functools.cache
+def _say_that_sigmas_are_of_training() -> None:
+    LOGGER.warning(
+        "these sigmas are those of training, and networks drawn with them may be worth nothing: "
+        "pwfn.fit_posterior or pwfn posterior fits sigmas to predict with"
+    )
