@@ -403,6 +403,24 @@ def test_data_config_of_own_timm_and_other_networks() -> None:
     assert (found.mean, found.std, found.image_size) == ((0.5,), (0.25,), 28)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"mean": 0.5}, {"mean": ("a",)}, {"input_size": 28}, {"input_size": ()}, "gray"]
+)
+def test_a_preparation_written_by_hand_is_one_sentence(wrong: Any) -> None:
+    model = small()
+    model.pretrained_cfg = wrong
+    with pytest.raises(PwfnError, match=r"^python:nets.py:make: model.pretrained_cfg cannot be used: "):
+        data_config("python:nets.py:make", model)
+
+
+def test_a_preparation_without_timm_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    model.pretrained_cfg = {"mean": (0.5,)}  # type: ignore[assignment]  # as docs/running.md says
+    monkeypatch.setitem(sys.modules, "timm.data", None)
+    with pytest.raises(PwfnError, match=r"model.pretrained_cfg needs timm: pip install 'pwfn\[timm\]'"):
+        data_config("python:nets.py:make", model)
+
+
 def test_data_config_of_the_file_comes_first() -> None:
     notes = DataConfig((0.1, 0.2, 0.3), (1.0, 2.0, 0.5), 1).metadata()
     config = data_config("cifar_resnet20", small(), notes)

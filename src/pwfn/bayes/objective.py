@@ -131,7 +131,7 @@ def tasks(
     """
     compare = divergence if distill is True else distill or None
     scored = Objective(loss_fn) if compare is None else Objective(compare, original)
-    classifies = Objective(loss_fn)._ignored is not None
+    classifies = Objective(loss_fn).classifies
     if classifies and compare in (None, divergence):
         metric = metric or accuracy
     if compare is None and config.training.distill:

@@ -283,16 +283,24 @@ def _usual(name: str, model: nn.Module) -> DataConfig:
     if not getattr(model, "pretrained_cfg", None):
         return _torchvision_config(name) or _OTHER
     ready_torchvision()
-    from timm.data import resolve_model_data_config
-
-    found = resolve_model_data_config(model)
-    return DataConfig(
-        mean=tuple(found["mean"]),
-        std=tuple(found["std"]),
-        image_size=max(found["input_size"][1:]),
-        interpolation=found["interpolation"],
-        crop_pct=float(found["crop_pct"]),
-    )
+    try:
+        from timm.data import resolve_model_data_config
+    except ImportError as error:
+        raise PwfnError(f"{name}: model.pretrained_cfg needs timm: pip install 'pwfn[timm]'") from error
+    try:
+        found = resolve_model_data_config(model)
+        return DataConfig(
+            mean=tuple(map(float, found["mean"])),
+            std=tuple(map(float, found["std"])),
+            image_size=max(found["input_size"][1:]),
+            interpolation=found["interpolation"],
+            crop_pct=float(found["crop_pct"]),
+        )
+    except Exception as error:  # it may have been written by hand
+        raise PwfnError(
+            f"{name}: model.pretrained_cfg cannot be used: {cause(error)}: allowed is such as "
+            '{"mean": (0.5,), "std": (0.25,), "input_size": (1, 28, 28)}'
+        ) from error
 
 
 def _torchvision_config(name: str) -> DataConfig | None:

@@ -188,6 +188,7 @@ class RateNetwork(Method):
         if count == 0 or self._trained is None or self._spared == _SPARED:
             return False
         (levels, self._grid), self._spared = self._trained, self._spared + 1
+        self.grid_step = self._grid
         self.levels.copy_(levels)
         self._reserve += count + math.ceil((1 - _MARGIN) * (self.settings.target.bytes or 0))
         return True
