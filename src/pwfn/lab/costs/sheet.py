@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -65,16 +64,6 @@ class Cost:
         """Those whose weight needs more powers of two: they stay multiplications."""
         return sum(n for order, n in self.macs_by_order.items() if order > MOST_TERMS)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, with the sums."""
-        sums = ("macs", "skipped_macs", "shift_macs", "shift_add_macs", "multiplied_macs")
-        return {
-            **asdict(self),
-            **{name: getattr(self, name) for name in sums},
-            "macs_by_order": {str(order): n for order, n in self.macs_by_order.items()},
-            "energy": [{**asdict(e), "energy_microjoules": e.energy_microjoules} for e in self.energy],
-        }
-
 
 @dataclass(frozen=True, repr=False)
 class CostSheet:
@@ -87,26 +76,12 @@ class CostSheet:
     whole: Cost
     layers: tuple[Cost, ...]
     untouched_bytes: int  # of the uncompressed tensors, counted in ``whole``
-    coded_is_measured: bool  # coded bytes are those of a file; else entropy times weights
     not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no matrix product
     figures: EnergyFigures
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     def __repr__(self) -> str:
         return f"CostSheet(layers={len(self.layers)}, weights={self.whole.weights}, macs={self.whole.macs})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "estimate": True,
-            "whole": self.whole.to_dict(),
-            "layers": [layer.to_dict() for layer in self.layers],
-            "untouched_bytes": self.untouched_bytes,
-            "coded_is_measured": self.coded_is_measured,
-            "not_multiplied": list(self.not_multiplied),
-            "figures_picojoules": asdict(self.figures),
-            "assumptions": list(self.assumptions),
-        }
 
     def lines(self) -> list[str]:
         """Text for a terminal, one string per line."""
@@ -121,8 +96,7 @@ class CostSheet:
         for storage, text in _STORED.items():
             size = whole.traffic.of(storage)
             ratio = whole.traffic.fp32_bytes / max(size, 1)
-            note = "" if storage is not Storage.CODED or self.coded_is_measured else "  (by entropy)"
-            rows.append(f"  {text:<42}{size:>18,} bytes{ratio:>8.1f}×{note}")
+            rows.append(f"  {text:<42}{size:>18,} bytes{ratio:>8.1f}×")
         rows.append(f"{'energy in microjoules: an ESTIMATE':<44}{'compute':>12}{'traffic':>12}{'sum':>12}")
         for e in whole.energy:
             figures = (e.compute_microjoules, e.traffic_microjoules, e.energy_microjoules)
@@ -132,8 +106,7 @@ class CostSheet:
             more = len(self.not_multiplied) - _NAMED
             rows.append(
                 "compressed, but in no convolution and no matrix product (looked up, added, or changed "
-                "before "
-                f"use): {', '.join(self.not_multiplied[:_NAMED])}"
+                f"before use): {', '.join(self.not_multiplied[:_NAMED])}"
                 + (f" and {more:,} more" if more > 0 else "")
             )
         return [*rows, "assumptions:", *(f"  - {text}" for text in self.assumptions)]
@@ -150,9 +123,9 @@ def cost_sheet(
 ) -> CostSheet:
     """What one inference costs, from one forward pass of a dense model of the same architecture.
 
-    ``example`` is a batch of one: a tensor, a tuple of the model's inputs, or a mapping of them by name. With
-    ``file``, the .pwfn file of this network, coded bytes are those of the file. The values of the model's
-    weights do not matter: orders are those of ``compressed``.
+    ``example`` is a batch of one: a tensor, a tuple of the model's inputs, or a mapping of them by name.
+    Coded bytes are those of ``file``, the .pwfn file of this network, or of one written in memory. The values
+    of the model's weights do not matter: orders are those of ``compressed``.
 
     >>> import torch
     >>> from pwfn.layout import Layout
@@ -188,7 +161,6 @@ def cost_sheet(
             cost(layer, entries[own[0]].layer_type, own, 0, Traffic()) for layer, own in by_layer.items()
         ),
         untouched_bytes=untouched,
-        coded_is_measured=file is not None,
         not_multiplied=tuple(
             entry.name
             for entry, macs in zip(entries, products.by_order, strict=True)

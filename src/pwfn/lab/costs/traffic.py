@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass
 from enum import StrEnum
 from operator import add
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pwfn.errors import FileError
-from pwfn.file import coder as codec
 from pwfn.file.compressed import Compressed
 from pwfn.file.content import Division
 from pwfn.file.format import Reader
@@ -38,10 +36,7 @@ class Traffic:
     coded_bytes: int = 0  # entropy-coded
 
     def of(self, storage: Storage) -> int:
-        """
-        >>> Traffic(fp32_bytes=40, int8_bytes=14).of(Storage.INT8)
-        14
-        """
+        """The bytes in one storage."""
         return dict(zip(Storage, astuple(self), strict=True))[storage]
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -51,11 +46,10 @@ class Traffic:
 def traffic_of(compressed: Compressed, file: str | Path | None = None) -> tuple[list[Traffic], Traffic]:
     """Of each entry of the layout, and of what all entries share: codebooks and frequency tables.
 
-    Coded bytes are those of the file. Without one they are ``-sum log2 p`` bits over the entry's weights,
-    with p from the frequency table that a file would use.
+    Coded bytes are those of the file, or of one written now.
     """
     entries, books = compressed.layout.entries, compressed.codebooks
-    coded, shared = _coded(compressed) if file is None else _coded_in(file, compressed)
+    coded, shared = _coded(compressed, file)
     of_entries = [
         Traffic(4 * entry.size, entry.size + 4, _index_bytes(entry, division, books), size)
         for entry, division, size in zip(entries, compressed.divisions, coded, strict=True)
@@ -80,24 +74,9 @@ def _index_bytes(entry: Entry, division: Division, books: tuple[Tensor, ...]) ->
     return -(-bits // 8)
 
 
-def _coded(compressed: Compressed) -> tuple[list[int], int]:
-    counts = [
-        torch.bincount(compressed.indices[entry.span].to(torch.int64)).numpy()
-        for entry in compressed.layout.entries
-    ]
-    common, own = codec.choose_tables(counts)
-    sizes = []
-    for tensor, table in zip(counts, own, strict=True):
-        used = table or common
-        assert used is not None  # an entry without its own table uses the common one
-        # Rounding: 12 bits are 2 bytes even where the sum is 12.000000000000002.
-        sizes.append(math.ceil(used.ideal_bits(tensor) / 8 - 1e-9))
-    tables = sum(len(table.to_bytes()) for table in (common, *own) if table is not None)
-    return sizes, tables + sum(book.nbytes for book in compressed.codebooks)
-
-
-def _coded_in(file: str | Path, compressed: Compressed) -> tuple[list[int], int]:
-    reader = Reader(file)
+def _coded(compressed: Compressed, file: str | Path | None) -> tuple[list[int], int]:
+    """Bytes of the indices of each entry; and of codebooks and frequency tables."""
+    reader = Reader(compressed.dumps(posterior="none") if file is None else file)
     books, own_books = reader.codebooks(), compressed.codebooks
     theirs, ours = (
         [(entry.name, entry.shape) for entry in layout.entries]
