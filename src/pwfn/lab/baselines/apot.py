@@ -21,8 +21,8 @@ class Apot(Quantised):
     >>> from pwfn.config import Config
     >>> config = Config(method="apot", options={"include_ends": True, "bits": 3})
     >>> net = Apot(nn.Linear(8, 4), config)
-    >>> len(net.quantisers[0].codebook(net.latent.detach()))
-    7
+    >>> net.quantisers[0].levels.tolist()
+    [0.0, 0.25, 0.5, 1.0]
     """
 
     activation_kind = ActivationKind.APOT
