@@ -193,7 +193,6 @@ def test_weights_in_no_product_are_named(
     sheet = cost_sheet(mixed(model, **selectors), model, example)
     assert sheet.not_multiplied == (name,)
     assert (sheet.whole.macs, sheet.whole.uncompressed_macs) == (macs, uncompressed)
-    assert any(line.startswith("compressed, but in no") and name in line for line in sheet.lines())
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -432,19 +431,6 @@ def test_a_dict_for_json() -> None:
     assert found["figures"]["dram_byte"] == 162.5
     assert repr(sheet) == "CostSheet(layers=1, weights=10, macs=10)"
     assert repr(sheet.whole) == "Cost('Linear', weights=10, macs=10)"
-
-
-def test_lines_of_text() -> None:
-    sheet = hand_sheet()
-    lines = sheet.lines()
-    assert lines[0] == "one inference of one example: 10 multiply-accumulates"
-    words = [line.split() for line in lines]
-    assert ["skipped:", "the", "weight", "is", "0", "2", "20.0%"] in words
-    assert ["2", "shifts,", "1", "add:", "order", "2", "2", "20.0%"] in words
-    assert ["3", "shifts,", "2", "adds:", "order", "3", "1", "10.0%"] in words
-    assert ["fp32", "40", "bytes", "1.0×"] in words
-    assert sum("ESTIMATE" in line for line in lines) == 1
-    assert lines[-len(sheet.assumptions) :] == [f"  - {text}" for text in sheet.assumptions]
 
 
 # What cannot be counted

@@ -1,15 +1,22 @@
 """The cost of one inference: multiplications that become shifts, bytes of weights read, and energy.
 
 sheet = cost_sheet(compressed, model, images[:1], file="model.pwfn")
-print("\\n".join(sheet.lines()))
+sheet.whole.shift_macs, sheet.whole.traffic.coded_bytes, sheet.whole.energy
 
 Products and bytes are counted exactly. The energy is an estimate; the sheet states its assumptions.
 """
 
-from pwfn.lab.costs.energy import MOST_TERMS, Arithmetic, EnergyFigures
 from pwfn.lab.costs.products import count_products
-from pwfn.lab.costs.sheet import Cost, CostSheet, cost_sheet
-from pwfn.lab.costs.traffic import Storage, Traffic
+from pwfn.lab.costs.sheet import (
+    MOST_TERMS,
+    Arithmetic,
+    Cost,
+    CostSheet,
+    EnergyFigures,
+    Storage,
+    Traffic,
+    cost_sheet,
+)
 
 __all__ = [
     "MOST_TERMS",
