@@ -63,7 +63,7 @@ def compressed(runs: Path, preset: str) -> Path:
         scored = RunOptions("", "digits", folder, "", device="cpu")
         weights = str(folder / "weights.safetensors")
         asked = TrustOptions(samples=20, original=weights, ood=("noise",), out=out)
-        assess_file(folder / "model.pwfn", scored, asked)
+        assess_file([folder / "model.pwfn"], scored, asked)
     return folder
 
 

@@ -54,7 +54,7 @@ def make_run(folder: Path, config: Config | None = None) -> Path:
     run(options, (config or Config()).override(SHORT))
     scored = RunOptions("", "digits", folder, "", device="cpu")
     asked = TrustOptions(samples=2, ood=("noise",), out=folder / "uncertainty.json")
-    assess_file(folder / "model.pwfn", scored, asked)
+    assess_file([folder / "model.pwfn"], scored, asked)
     return folder
 
 

@@ -23,14 +23,13 @@ _SAMPLES = 20
 
 
 def evaluated(
-    paths: Path | Sequence[Path], options: RunOptions, asked: TrustOptions
+    paths: Sequence[Path], options: RunOptions, asked: TrustOptions
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures of one file, or of several as one ensemble, and lines of text.
 
     With the table of rivals if anything of it is asked for, if there are several files, or if a predictive
     sigma was fitted. Without labels there is no such table: the network is compared with the original one.
     """
-    paths = [paths] if isinstance(paths, Path) else paths
     if asked.out is not None:
         check_writable(asked.out)
     files: Sequence[OpenFile] = open_files(paths, options, asked.seed)
@@ -49,7 +48,7 @@ def evaluated(
 
 
 def assess_file(
-    paths: Path | Sequence[Path],
+    paths: Sequence[Path],
     options: RunOptions,
     asked: TrustOptions,
     files: Sequence[OpenFile] | None = None,
@@ -58,7 +57,6 @@ def assess_file(
 
     Several files predict together: ``file_bytes`` is the sum, and the figures of each are in ``files``.
     """
-    paths = [paths] if isinstance(paths, Path) else paths
     files = files or open_files(paths, options, asked.seed)
     asked, files = _with_samples(asked, files)
     first = files[0]
