@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pwfn.bayes.method import register
-from pwfn.lab.activations import ActivationKind
-from pwfn.lab.baselines.quantised import END_BITS, Codebooks, Quantised
+from pwfn.lab.activations import END_BITS, ActivationKind
+from pwfn.lab.baselines.quantised import Codebooks, Quantised
 from pwfn.lab.quantisers import ApotQuantiser, LsqQuantiser
 from pwfn.layout import Entry
 
