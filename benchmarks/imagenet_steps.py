@@ -28,7 +28,6 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import wait
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,6 +52,7 @@ from pwfn.bayes.train import fit
 from pwfn.compress import Run
 from pwfn.config import Precision
 from pwfn.lab import compare
+from pwfn.lab.compare.runner import git_commit
 from pwfn.zoo import models
 from pwfn.zoo.data import DataOptions, open_source
 
@@ -114,7 +115,7 @@ class Ours:
         def after_step(step: int, snapshot: object) -> None:
             nonlocal started
             if step == WARMUP_STEPS:
-                _wait(self.net.device)
+                wait(self.net.device)
                 started = time.perf_counter()
 
         fit(
@@ -128,7 +129,7 @@ class Ours:
             seed=0,
             after_step=after_step,
         )
-        _wait(self.net.device)
+        wait(self.net.device)
         return (time.perf_counter() - started) / count
 
     def scoring_seconds(self, precision: Precision) -> float:
@@ -185,7 +186,7 @@ class Plain:
         for _ in range(WARMUP_STEPS):
             self._step()
         total = torch.zeros((), device=self._batch.target.device)
-        _wait(total.device)
+        wait(total.device)
         started = time.perf_counter()
         for _ in range(count):
             total += self._step()
@@ -196,16 +197,11 @@ class Plain:
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Time of the second call: the first initialises."""
     work()
-    _wait(device)
+    wait(device)
     started = time.perf_counter()
     work()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def reserved_bytes(device: torch.device, make: Callable[[], Ours | Plain]) -> tuple[Any, int]:
@@ -322,20 +318,6 @@ def measure(
     return facts
 
 
-def _threads() -> str:
-    return f"{torch.get_num_threads()} CPU threads"
-
-
-def _commit() -> str:
-    """The commit of this code; "unknown" outside a git checkout."""
-    words = ["git", "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
 def main() -> None:
     """Measure the networks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -347,12 +329,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file to append the lines to")
     options = parser.parse_args()
     device = torch.device(options.device)
+    threads = f"{torch.get_num_threads()} CPU threads"
     shared = {
         "worker_images_a_second": worker_images_a_second(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else _threads(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else threads,
         "processors": os.cpu_count(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": options.commit or _commit(),
+        "commit": options.commit or git_commit(Path(__file__)) or "unknown",
     }
     for name in options.networks:
         line = json.dumps(measure(name, device, options.batch_size, options.steps, shared))

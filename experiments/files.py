@@ -12,13 +12,12 @@ docs/results.md from them.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kept
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +28,6 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.fold_batchnorm import fold_batchnorm, round_uncompressed
 from pwfn.file.format import Reader
 from pwfn.lab.compare.measure import digest
-from pwfn.lab.compare.runner import git_commit
 from pwfn.lab.compare.table import markdown
 from pwfn.layout import untouched
 from pwfn.run.resolve import network_of, preparation_of
@@ -37,7 +35,7 @@ from pwfn.zoo.data import open_source
 from pwfn.zoo.dataset import DataOptions
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "files.jsonl"
+RESULTS = kept.RESULTS / "files.jsonl"
 HEADS = ("file", "version 1", "version 2, exact", "version 2", "indices", "the rest", "equal answers", "KL")
 
 
@@ -96,17 +94,15 @@ def rewritten(path: Path, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str,
         "kl": (old.exp() * (old - new)).sum(1).double().mean().item(),
         "was_top1": (old.argmax(1) == labels).double().mean().item(),
         "top1": (new.argmax(1) == labels).double().mean().item(),
-        "device": platform.machine(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": git_commit(Path(__file__)),
+        **kept.here(None),
     }
 
 
 def table(path: Path = RESULTS) -> list[str]:
     """The table of docs/results.md."""
-    if not path.exists():
+    lines = kept.read(path)
+    if not lines:
         return ["Not measured yet."]
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [
         (
             f"`{own['file']}`",
@@ -119,13 +115,11 @@ def table(path: Path = RESULTS) -> list[str]:
         for own in lines
     ]
     tops = ", ".join(f"{100 * own['was_top1']:.2f} → {100 * own['top1']:.2f}" for own in lines)
-    machines = sorted({f"{own['device']}, torch {own['versions']['torch']}" for own in lines})
-    commits = sorted({own["commit"][:10] for own in lines})
     return [
         *markdown(HEADS, rows),
         "",
         f"Scored on {lines[0]['images']:,} images; top-1 in this order: {tops}. Measured on: "
-        f"{'; '.join(machines)}, commit {', '.join(commits)}.",
+        f"{kept.measured_on(lines)}.",
     ]
 
 
@@ -137,8 +131,7 @@ def main() -> None:
     for path in sorted((HERE / "models").glob("*.pwfn")):
         if Reader(path).version == 1:
             facts = rewritten(path, test_batches(options.data, pwfn.load(path)))
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(facts) + "\n")
+            kept.add(RESULTS, facts)
             print(f"{path.name}: {facts['was_bytes']:,} → {facts['bytes']:,} bytes", flush=True)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import kept
+
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = ("network", "method", "top-1 before", "top-1 after", "bits", "values", "bytes", "smaller")
 ROWS = (
@@ -67,7 +69,7 @@ def results(place: str) -> list[Facts]:
 def imagenet() -> list[tuple[str, str, list[Facts]]]:
     """The rows of networks that were trained on ImageNet."""
     path = ROOT / "experiments" / "results" / "few_images.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = kept.read(path)
     rows = []
     link = "docs/imagenet.md#a-thousand-unlabelled-images"
     for label, name, step in IMAGENET:

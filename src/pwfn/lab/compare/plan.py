@@ -251,8 +251,8 @@ def _check(plan: Plan) -> None:
     for number, network in enumerate(plan.networks, 1):
         if slug(network.name) in map(slug, names[: number - 1]):
             raise ConfigError(f"model {number}: {network.name!r} is there twice: name each network once")
-        if network.paper is not None and network.paper not in paper.networks():
-            near = hint(network.paper, paper.networks())
+        if network.paper is not None and network.paper not in (known := paper.tables()["networks"]):
+            near = hint(network.paper, known)
             raise ConfigError(
                 f"model {number}: paper is {network.paper!r}, no network of the paper's table{near}"
             )
