@@ -216,9 +216,9 @@ def test_packed_projections_by_part(same: bool) -> None:
 
 
 def test_a_transformer_with_a_fast_path() -> None:
-    model = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     before = torch.backends.mha.get_fastpath_enabled()
-    found = count_products(mixed(model), model, torch.randn(5, 1, 8), batch_axis=1)
+    found = count_products(mixed(model), model, torch.randn(1, 5, 8))
     assert torch.backends.mha.get_fastpath_enabled() == before
     assert sum(sum(n.values()) for n in found.by_order) == 5 * (3 * 64 + 64 + 2 * 8 * 16)
     assert found.uncompressed == 2 * 5 * 5 * 8
@@ -428,7 +428,6 @@ def test_a_dict_for_json() -> None:
     assert found["whole"]["macs_by_order"]["0"] == 2
     assert found["whole"]["traffic"]["fp32_bytes"] == 40
     assert found["whole"]["energy"][0]["arithmetic"] == "fp32"
-    assert found["figures"]["dram_byte"] == 162.5
     assert repr(sheet) == "CostSheet(layers=1, weights=10, macs=10)"
     assert repr(sheet.whole) == "Cost('Linear', weights=10, macs=10)"
 
@@ -457,8 +456,8 @@ def test_a_model_that_is_another(model: Callable[[], nn.Module], words: str) -> 
 @pytest.mark.parametrize(
     ("example", "words"),
     [
-        (torch.randn(2, 3), r"the example is \(2, 3\), and its axis 0 is not a batch of one"),
-        (torch.tensor(1.0), r"the example is \(\), and its axis 0 is not a batch of one"),
+        (torch.randn(2, 3), r"the example is \(2, 3\), and not a batch of one"),
+        (torch.tensor(1.0), r"the example is \(\), and not a batch of one"),
         (torch.randn(1, 4), r"cannot take the example \(1, 4\): RuntimeError"),
         ({"y": torch.randn(1, 3)}, r"cannot take the example \(1, 3\): TypeError"),
         ((), "has no tensor"),

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from pwfn import ConfigError, DataError, DivergedError
 from pwfn.config import Precision
 from pwfn.lab.pretrain import Epoch, Recipe, command, recipe_for, train, untrained
-from pwfn.lab.pretrain.augment import cutout, mixed
-from pwfn.lab.pretrain.loop import moving_average, optimizer_for, rise_and_fall
+from pwfn.lab.pretrain.loop import cutout, mixed, moving_average, optimizer_for, rise_and_fall
 from pwfn.zoo import data
 from pwfn.zoo.models import OWN, VisionTransformer, create, data_config, load_weights
 

@@ -209,7 +209,6 @@ class CostSheet:
     layers: tuple[Cost, ...]
     untouched_bytes: int  # of the uncompressed tensors, counted in ``whole``
     not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no matrix product
-    figures: EnergyFigures
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     def __repr__(self) -> str:
@@ -222,7 +221,6 @@ def cost_sheet(
     example: Example,
     *,
     file: str | Path | None = None,
-    batch_axis: int = 0,
     figures: EnergyFigures | None = None,
 ) -> CostSheet:
     """What one inference costs, from one forward pass of a dense model of the same architecture.
@@ -240,7 +238,7 @@ def cost_sheet(
     >>> whole.macs, whole.skipped_macs, whole.shift_macs, whole.shift_add_macs, whole.multiplied_macs
     (6, 2, 2, 1, 1)
     """
-    products = count_products(compressed, model, example, batch_axis=batch_axis)
+    products = count_products(compressed, model, example)
     entries = compressed.layout.entries
     traffic, shared = traffic_of(compressed, file)
     untouched = untouched_bytes(compressed)
@@ -270,7 +268,6 @@ def cost_sheet(
             for entry, macs in zip(entries, products.by_order, strict=True)
             if entry.kind is Kind.WEIGHT and not macs
         ),
-        figures=figures,
     )
 
 

@@ -120,7 +120,7 @@ def _shifted(spec: str, own: Data, options: DataOptions, shift: Shift, strength:
             f"{spec!r} with data {own.name!r}: how its images are normalised is not known, so they cannot be "
             "changed: give other data with python:FILE:FUNCTION"
         )
-    return Shifted(own.test, shift, strength, options.mean, options.std, options.seed)
+    return Shifted(own.test, shift, strength, options)
 
 
 @dataclass(eq=False)
@@ -133,9 +133,7 @@ class Shifted(Epochs):
     loader: Epochs
     shift: Shift
     strength: float
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    seed: int = 0
+    options: DataOptions
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -149,11 +147,11 @@ class Shifted(Epochs):
             examples += len(images)
 
     def _batch(self, images: Tensor, first: int) -> Tensor:
-        mean = images.new_tensor(self.mean or (0.0,)).view(1, -1, 1, 1)
-        std = images.new_tensor(self.std or (1.0,)).view(1, -1, 1, 1)
+        mean = images.new_tensor(self.options.mean or (0.0,)).view(1, -1, 1, 1)
+        std = images.new_tensor(self.options.std or (1.0,)).view(1, -1, 1, 1)
         random = torch.empty(0)
         if self.shift.random is not None:
-            generators = (generator_from("outside", self.seed, first + i) for i in range(len(images)))
+            generators = (generator_from("outside", self.options.seed, first + i) for i in range(len(images)))
             random = torch.stack([self.shift.random(images.shape[1:], generator=g) for g in generators])
         changed = self.shift.change(images * std + mean, self.strength, random.to(images.device))
         return (changed - mean) / std
