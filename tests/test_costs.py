@@ -28,10 +28,10 @@ from pwfn.lab.costs import (
     CostSheet,
     EnergyFigures,
     Storage,
-    Traffic,
     cost_sheet,
     count_products,
 )
+from pwfn.lab.costs.sheet import untouched_bytes
 from pwfn.zoo.models import OWN
 
 VALUES = torch.tensor([0.0, 0.5, -0.25, 0.375, 0.6875, 0.3])  # orders 0, 1, 1, 2, 3, and many
@@ -147,8 +147,8 @@ class Twice(nn.Module):
 def test_a_tied_weight_counts_every_time_and_is_read_once() -> None:
     model, example = Twice(), torch.randn(1, 5, 4)
     compressed = mixed(model)
-    whole = cost_sheet(compressed, model, example).whole
-    assert (whole.macs, whole.weights, whole.traffic.fp32_bytes) == ((5 + 5 + 1) * 16, 16, 64)
+    whole = cost_sheet(compressed, model, example)
+    assert (whole.macs, whole.bytes_read[Storage.FP32]) == ((5 + 5 + 1) * 16, 64)
     tied = count_products(compressed, model, example)
     model.other.weight = nn.Parameter(torch.randn(4, 4))
     assert count_products(compressed, model, example) == tied  # also where the model's tie is undone
@@ -192,7 +192,7 @@ def test_weights_in_no_product_are_named(
     selectors = {"include": ["type:Embedding"]} if isinstance(model, nn.Sequential) else {}
     sheet = cost_sheet(mixed(model, **selectors), model, example)
     assert sheet.not_multiplied == (name,)
-    assert (sheet.whole.macs, sheet.whole.uncompressed_macs) == (macs, uncompressed)
+    assert (sheet.macs, sheet.uncompressed_macs) == (macs, uncompressed)
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -293,10 +293,9 @@ def test_a_whole_network_is_as_torch_counts_it(name: str) -> None:
     model = OWN[name]()
     example = torch.randn(1, 1, 8, 8) if name == "digits_resnet" else torch.randn(1, 3, 32, 32)
     sheet = cost_sheet(mixed(model), model, example)
-    assert sheet.whole.macs + sheet.whole.uncompressed_macs == torch_macs(model, example)
+    assert sheet.macs + sheet.uncompressed_macs == torch_macs(model, example)
     assert sheet.not_multiplied == ()
-    assert (sheet.whole.uncompressed_macs > 0) == (name == "cifar_vit_tiny")
-    assert sum(layer.macs for layer in sheet.layers) == sheet.whole.macs
+    assert (sheet.uncompressed_macs > 0) == (name == "cifar_vit_tiny")
 
 
 def test_a_model_is_left_as_it_was() -> None:
@@ -318,19 +317,16 @@ def test_bytes_by_hand() -> None:
     compressed = compressed_of(model, torch.tensor([0.5] * 8 + [0.0] * 4 + [-0.25] * 4))
     sheet = cost_sheet(compressed, model, torch.randn(1, 4))
     coded = Reader(compressed.dumps()).sizes
-    shared = Traffic(index_bytes=12, coded_bytes=coded.codebooks + coded.tables)
-    (layer,) = sheet.layers
-    assert layer.traffic == Traffic(64, 16 + 4, index_bytes=4, coded_bytes=coded.indices)
-    assert sheet.untouched_bytes == 2 * 4 * 4
-    assert sheet.whole.traffic == layer.traffic + shared + Traffic(32, 32, 32, 32)
+    sizes = (64, 16 + 4, 4 + 3 * 4, coded.indices + coded.codebooks + coded.tables)
+    assert list(sheet.bytes_read.values()) == [2 * 4 * 4 + size for size in sizes]
 
 
 @pytest.mark.parametrize(("unique", "bits"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (16, 4), (17, 5)])
 def test_an_index_has_as_many_bits_as_its_codebook_needs(unique: int, bits: int) -> None:
     model = nn.Linear(7, 5, bias=False)
     values = (torch.arange(35) % unique).float()
-    (layer,) = cost_sheet(compressed_of(model, values), model, torch.randn(1, 7)).layers
-    assert layer.traffic.index_bytes == math.ceil(35 * bits / 8)
+    sheet = cost_sheet(compressed_of(model, values), model, torch.randn(1, 7))
+    assert sheet.bytes_read[Storage.INDICES] == math.ceil(35 * bits / 8) + 4 * unique
 
 
 def test_parts_with_their_own_codebooks() -> None:
@@ -339,8 +335,7 @@ def test_parts_with_their_own_codebooks() -> None:
     values = torch.cat((torch.arange(8) % 2, torch.arange(8) % 4)).float()
     compressed = Compressed.of(Layout.of(model), values, None, {}, divide=lambda entry: (0, 2))
     sheet = cost_sheet(compressed, model, torch.randn(1, 8))
-    assert sheet.layers[0].traffic.index_bytes == (8 * 1 + 8 * 2) // 8
-    assert sheet.whole.traffic.index_bytes == 3 + 4 * (2 + 4)
+    assert sheet.bytes_read[Storage.INDICES] == (8 * 1 + 8 * 2) // 8 + 4 * (2 + 4)
 
 
 def test_coded_bytes_are_those_of_the_file_or_of_one_written_now(tmp_path: Path) -> None:
@@ -350,8 +345,7 @@ def test_coded_bytes_are_those_of_the_file_or_of_one_written_now(tmp_path: Path)
     measured = cost_sheet(compressed, model, example, file=path)
     sizes = Reader(path).sizes
     there = sizes.indices + sizes.tables + sizes.codebooks
-    assert measured.whole.traffic.coded_bytes == there + measured.untouched_bytes
-    assert sum(layer.traffic.coded_bytes for layer in measured.layers) == sizes.indices
+    assert measured.bytes_read[Storage.CODED] == there + untouched_bytes(compressed)
     assert cost_sheet(compressed, model, example) == measured
 
 
@@ -366,7 +360,7 @@ def hand_sheet(figures: EnergyFigures | None = None) -> CostSheet:
 
 
 def test_counts_of_the_sheet() -> None:
-    whole = hand_sheet().whole
+    whole = hand_sheet()
     found = (whole.skipped_macs, whole.shift_macs, whole.shift_add_macs, whole.multiplied_macs)
     assert (found, whole.macs) == ((2, 3, 3, 2), 10)
 
@@ -374,7 +368,7 @@ def test_counts_of_the_sheet() -> None:
 def test_four_powers_of_two_are_shifts_and_five_are_not() -> None:
     """85 is 64 + 16 + 4 + 1, and 341 has 256 in addition; no fewer sum to them."""
     model = nn.Linear(2, 1, bias=False)
-    whole = cost_sheet(compressed_of(model, torch.tensor([85.0, 341.0])), model, torch.randn(1, 2)).whole
+    whole = cost_sheet(compressed_of(model, torch.tensor([85.0, 341.0])), model, torch.randn(1, 2))
     assert whole.macs_by_order == {4: 1, 5: 1}
     assert (whole.shift_add_macs, whole.multiplied_macs) == (1, 1)
     product = EnergyFigures().product
@@ -393,30 +387,29 @@ def test_four_powers_of_two_are_shifts_and_five_are_not() -> None:
     ],
 )
 def test_energy_of_products_by_hand(arithmetic: Arithmetic, picojoules: float) -> None:
-    found = [e.compute_microjoules for e in hand_sheet().whole.energy if e.arithmetic is arithmetic]
+    found = [e.compute_microjoules for e in hand_sheet().energy if e.arithmetic is arithmetic]
     assert found == [pytest.approx(picojoules * 1e-6, rel=1e-12)] * len(found)
     assert found
 
 
 def test_energy_of_reading_by_hand() -> None:
     """DRAM: 1.3 nJ for 64 bits."""
-    whole = hand_sheet().whole
+    whole = hand_sheet()
     # 10 weights of 9 values: 4 bits each.
     sizes = {Storage.FP32: 40, Storage.INT8: 14, Storage.INDICES: 5 + 9 * 4}
     for e in whole.energy:
-        size = sizes.get(e.storage, whole.traffic.coded_bytes)
+        size = sizes.get(e.storage, whole.bytes_read[Storage.CODED])
         assert e.traffic_microjoules == pytest.approx(size * 1.3e3 / 8 * 1e-6, rel=1e-12)
         assert e.energy_microjoules == e.compute_microjoules + e.traffic_microjoules
-    fp32 = hand_sheet(EnergyFigures(fp32_multiply=10.0, fp32_add=1.0, dram_byte=100.0)).whole.energy[0]
+    fp32 = hand_sheet(EnergyFigures(fp32_multiply=10.0, fp32_add=1.0, dram_byte=100.0)).energy[0]
     assert (fp32.compute_microjoules, fp32.traffic_microjoules) == pytest.approx((110e-6, 4000e-6))
 
 
 def test_products_without_a_compressed_weight_are_fp32_for_all() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     sheet = cost_sheet(compressed_of(model, torch.zeros(4), exclude=["1.*"]), model, torch.randn(1, 2))
-    shifts = [e.compute_microjoules for e in sheet.whole.energy if "shifts" in e.arithmetic]
+    shifts = [e.compute_microjoules for e in sheet.energy if "shifts" in e.arithmetic]
     assert shifts == pytest.approx([4 * 4.6e-6] * 4, rel=1e-12)
-    assert all(e.compute_microjoules == 0 for e in sheet.layers[0].energy if "shifts" in e.arithmetic)
 
 
 # Text and JSON
@@ -425,11 +418,9 @@ def test_products_without_a_compressed_weight_are_fp32_for_all() -> None:
 def test_a_dict_for_json() -> None:
     sheet = hand_sheet()
     found = json.loads(json.dumps(asdict(sheet)))
-    assert found["whole"]["macs_by_order"]["0"] == 2
-    assert found["whole"]["traffic"]["fp32_bytes"] == 40
-    assert found["whole"]["energy"][0]["arithmetic"] == "fp32"
-    assert repr(sheet) == "CostSheet(layers=1, weights=10, macs=10)"
-    assert repr(sheet.whole) == "Cost('Linear', weights=10, macs=10)"
+    assert found["macs_by_order"]["0"] == 2
+    assert found["bytes_read"]["fp32"] == 40
+    assert found["energy"][0]["arithmetic"] == "fp32"
 
 
 # What cannot be counted

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from operator import add
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pwfn.errors import FileError
 from pwfn.file.compressed import Compressed
-from pwfn.file.content import Division
 from pwfn.file.format import Reader
 from pwfn.lab.costs.products import Example, count_products
-from pwfn.layout import Entry, Kind
+from pwfn.layout import Kind
 
 MOST_TERMS = 4
 """A weight that needs more powers of two stays a multiplication: candidates have order 4 at most."""
@@ -30,23 +28,6 @@ class Storage(StrEnum):
     INT8 = "int8"
     INDICES = "indices"
     CODED = "coded"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of the same weights in each storage, in the order of :class:`Storage`."""
-
-    fp32_bytes: int = 0  # 4 per weight
-    int8_bytes: int = 0  # 1 per weight, and a scale of 4 bytes per tensor
-    index_bytes: int = 0  # ceil(log2 K) bits per weight, for K values in its codebook
-    coded_bytes: int = 0  # entropy-coded
-
-    def of(self, storage: Storage) -> int:
-        """The bytes in one storage."""
-        return dict(zip(Storage, astuple(self), strict=True))[storage]
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*map(add, astuple(self), astuple(other)))
 
 
 class Arithmetic(StrEnum):
@@ -138,12 +119,14 @@ class Energy:
 
 
 def energies(
-    macs_by_order: Mapping[int, int], uncompressed_macs: int, traffic: Traffic, figures: EnergyFigures
+    macs_by_order: Mapping[int, int],
+    uncompressed_macs: int,
+    bytes_read: Mapping[Storage, int],
+    figures: EnergyFigures,
 ) -> tuple[Energy, ...]:
     """The estimate for each of PAIRS: products times energy of one, and bytes times energy of one.
 
-    >>> traffic = Traffic(fp32_bytes=8, int8_bytes=6, index_bytes=1, coded_bytes=1)
-    >>> fp32, *_, coded = energies({0: 1, 1: 1}, 0, traffic, EnergyFigures())
+    >>> fp32, *_, coded = energies({0: 1, 1: 1}, 0, dict.fromkeys(Storage, 8), EnergyFigures())
     >>> [round(e.compute_microjoules * 1e6, 6) for e in (fp32, coded)]
     [9.2, 0.23]
     """
@@ -151,25 +134,21 @@ def energies(
     for arithmetic, storage in PAIRS:
         products = sum(n * figures.product(arithmetic, order) for order, n in macs_by_order.items())
         products += uncompressed_macs * figures.product(Arithmetic.FP32, 1)
-        read = traffic.of(storage) * figures.dram_byte
+        read = bytes_read[storage] * figures.dram_byte
         found.append(Energy(arithmetic, storage, 1e-6 * products, 1e-6 * read))
     return tuple(found)
 
 
-@dataclass(frozen=True, repr=False)
-class Cost:
-    """Of one layer or of the whole network: products of one inference, bytes of weights, and energy."""
+@dataclass(frozen=True)
+class CostSheet:
+    """What one inference of one example costs; the energy is an estimate."""
 
-    name: str  # of the layer; empty for the model itself and for the whole network
-    layer_type: str
-    weights: int
     macs_by_order: Mapping[int, int]  # multiply-accumulates by the order of their weight
-    uncompressed_macs: int  # without a compressed weight; counted for the whole network only
-    traffic: Traffic
+    uncompressed_macs: int  # those without a compressed weight
+    bytes_read: Mapping[Storage, int]  # of weights and their codebooks, and of the uncompressed tensors
     energy: tuple[Energy, ...]  # one for each of PAIRS
-
-    def __repr__(self) -> str:
-        return f"Cost({self.name or self.layer_type!r}, weights={self.weights}, macs={self.macs})"
+    not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no matrix product
+    assumptions: tuple[str, ...] = ASSUMPTIONS
 
     @property
     def macs(self) -> int:
@@ -197,24 +176,6 @@ class Cost:
         return sum(n for order, n in self.macs_by_order.items() if order > MOST_TERMS)
 
 
-@dataclass(frozen=True, repr=False)
-class CostSheet:
-    """What one inference of one example costs; the energy is an estimate.
-
-    The traffic of ``whole`` is that of the layers, of codebooks and frequency tables where the storage has
-    them, and of the uncompressed tensors, which are the same in every storage.
-    """
-
-    whole: Cost
-    layers: tuple[Cost, ...]
-    untouched_bytes: int  # of the uncompressed tensors, counted in ``whole``
-    not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no matrix product
-    assumptions: tuple[str, ...] = ASSUMPTIONS
-
-    def __repr__(self) -> str:
-        return f"CostSheet(layers={len(self.layers)}, weights={self.whole.weights}, macs={self.whole.macs})"
-
-
 def cost_sheet(
     compressed: Compressed,
     model: nn.Module,
@@ -234,55 +195,48 @@ def cost_sheet(
     >>> model = nn.Linear(3, 2, bias=False)
     >>> weights = torch.tensor([0.5, 0.0, 0.75, -1.0, 0.0, 0.3])
     >>> sheet = cost_sheet(Compressed.of(Layout.of(model), weights, None, {}), model, torch.ones(1, 3))
-    >>> whole = sheet.whole
-    >>> whole.macs, whole.skipped_macs, whole.shift_macs, whole.shift_add_macs, whole.multiplied_macs
+    >>> sheet.macs, sheet.skipped_macs, sheet.shift_macs, sheet.shift_add_macs, sheet.multiplied_macs
     (6, 2, 2, 1, 1)
     """
     products = count_products(compressed, model, example)
-    entries = compressed.layout.entries
-    traffic, shared = traffic_of(compressed, file)
-    untouched = untouched_bytes(compressed)
-    figures = figures or EnergyFigures()
-
-    def cost(name: str, layer_type: str, own: list[int], uncompressed: int, besides: Traffic) -> Cost:
-        total: Counter[int] = Counter()
-        for i in own:
-            total.update(products.by_order[i])
-        macs = dict(sorted(total.items()))
-        read = sum((traffic[i] for i in own), besides)
-        energy = energies(macs, uncompressed, read, figures)
-        return Cost(name, layer_type, sum(entries[i].size for i in own), macs, uncompressed, read, energy)
-
-    by_layer: dict[str, list[int]] = {}
-    for i, entry in enumerate(entries):
-        by_layer.setdefault(entry.layer, []).append(i)
-    everywhere = shared + Traffic(untouched, untouched, untouched, untouched)
+    total: Counter[int] = Counter()
+    for macs in products.by_order:
+        total.update(macs)
+    by_order = dict(sorted(total.items()))
+    read = bytes_read(compressed, file)
     return CostSheet(
-        whole=cost("", type(model).__name__, [*range(len(entries))], products.uncompressed, everywhere),
-        layers=tuple(
-            cost(layer, entries[own[0]].layer_type, own, 0, Traffic()) for layer, own in by_layer.items()
-        ),
-        untouched_bytes=untouched,
+        by_order,
+        products.uncompressed,
+        read,
+        energies(by_order, products.uncompressed, read, figures or EnergyFigures()),
         not_multiplied=tuple(
             entry.name
-            for entry, macs in zip(entries, products.by_order, strict=True)
+            for entry, macs in zip(compressed.layout.entries, products.by_order, strict=True)
             if entry.kind is Kind.WEIGHT and not macs
         ),
     )
 
 
-def traffic_of(compressed: Compressed, file: str | Path | None = None) -> tuple[list[Traffic], Traffic]:
-    """Of each entry of the layout, and of what all entries share: codebooks and frequency tables.
+def bytes_read(compressed: Compressed, file: str | Path | None = None) -> dict[Storage, int]:
+    """Bytes of all weights in each storage, with the uncompressed tensors, which are the same in all.
 
-    Coded bytes are those of the file, or of one written now.
+    fp32: 4 per weight. int8: 1 per weight, and a scale of 4 per tensor. Indices: ``ceil(log2 K)`` bits per
+    weight for K values in its codebook, each tensor in whole bytes, and the codebooks. Coded: as in the
+    file, or in one written now.
     """
     entries, books = compressed.layout.entries, compressed.codebooks
-    coded, shared = _coded(compressed, file)
-    of_entries = [
-        Traffic(4 * entry.size, entry.size + 4, _index_bytes(entry, division, books), size)
-        for entry, division, size in zip(entries, compressed.divisions, coded, strict=True)
-    ]
-    return of_entries, Traffic(index_bytes=sum(book.nbytes for book in books), coded_bytes=shared)
+    untouched, weights = untouched_bytes(compressed), compressed.layout.size
+    indices = sum(book.nbytes for book in books)
+    for entry, division in zip(entries, compressed.divisions, strict=True):
+        part = entry.size // len(division.codebooks)
+        bits = sum(part * (books[book].numel() - 1).bit_length() for book in division.codebooks)
+        indices += -(-bits // 8)
+    return {
+        Storage.FP32: untouched + 4 * weights,
+        Storage.INT8: untouched + weights + 4 * len(entries),
+        Storage.INDICES: untouched + indices,
+        Storage.CODED: untouched + _coded_bytes(compressed, file),
+    }
 
 
 def untouched_bytes(compressed: Compressed) -> int:
@@ -295,15 +249,8 @@ def untouched_bytes(compressed: Compressed) -> int:
     )
 
 
-def _index_bytes(entry: Entry, division: Division, books: tuple[Tensor, ...]) -> int:
-    """``ceil(log2 K)`` bits per weight, K the size of the codebook of its part; in whole bytes."""
-    part = entry.size // len(division.codebooks)
-    bits = sum(part * (books[book].numel() - 1).bit_length() for book in division.codebooks)
-    return -(-bits // 8)
-
-
-def _coded(compressed: Compressed, file: str | Path | None) -> tuple[list[int], int]:
-    """Bytes of the indices of each entry; and of codebooks and frequency tables."""
+def _coded_bytes(compressed: Compressed, file: str | Path | None) -> int:
+    """Bytes of indices, codebooks and frequency tables in a file."""
     reader = Reader(compressed.dumps(posterior="none") if file is None else file)
     books, own_books = reader.codebooks(), compressed.codebooks
     theirs, ours = (
@@ -315,4 +262,4 @@ def _coded(compressed: Compressed, file: str | Path | None) -> tuple[list[int], 
             f"{file}: its layers or codebooks are not those of this network: pass the file it was saved to"
         )
     sizes = reader.sizes
-    return reader.index_bytes(), sizes.codebooks + sizes.tables
+    return sizes.indices + sizes.codebooks + sizes.tables
