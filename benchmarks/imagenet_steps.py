@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -35,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import wait
+from machine import here, show, wait
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,7 +50,6 @@ from pwfn.bayes.train import fit
 from pwfn.compress import Run
 from pwfn.config import Precision
 from pwfn.lab import compare
-from pwfn.lab.compare.runner import git_commit
 from pwfn.zoo import models
 from pwfn.zoo.data import DataOptions, open_source
 
@@ -329,21 +326,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file to append the lines to")
     options = parser.parse_args()
     device = torch.device(options.device)
-    threads = f"{torch.get_num_threads()} CPU threads"
-    shared = {
-        "worker_images_a_second": worker_images_a_second(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else threads,
-        "processors": os.cpu_count(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": options.commit or git_commit(Path(__file__)) or "unknown",
-    }
+    shared = {"worker_images_a_second": worker_images_a_second(), "processors": os.cpu_count()}
+    shared |= here(device, options.commit)
     for name in options.networks:
-        line = json.dumps(measure(name, device, options.batch_size, options.steps, shared))
-        print(line, flush=True)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        show(measure(name, device, options.batch_size, options.steps, shared), options.out)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""What benchmarks share: the names of what they run on, and waiting for it."""
+"""What benchmarks share: the names of what they run on, waiting for it, and lines of results."""
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pwfn import __version__
+from pwfn.lab.compare.runner import git_commit
 
 
 def processor() -> str:
@@ -38,3 +41,23 @@ def wait(device: torch.device) -> None:
     """Wait for the device: calls return before their work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def here(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """The machine and the code, for a line of results."""
+    threads = f"{torch.get_num_threads()} CPU threads"
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit or git_commit(Path(__file__)) or "unknown",
+    }
+
+
+def show(facts: dict[str, Any], out: Path | None) -> None:
+    """Print a line of results, and append it to a file if one is named."""
+    line = json.dumps(facts)
+    print(line, flush=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
