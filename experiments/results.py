@@ -25,6 +25,7 @@ import figures
 import files
 import imagenet
 import posteriors
+import readme_table
 import second_stage
 import targets
 import uncertainty_per_byte
@@ -188,6 +189,7 @@ def pages(archive: Archive) -> dict[Path, str]:
     made |= {archive.folder(name) / "table.md": archive.table(name) for name in archive.names}
     results = archive.experiments / "results"
     blocks = {
+        "README.md": {"table": readme_table.table()},
         "docs/uncertainty.md": {
             "posteriors": posteriors.table(results / "posteriors.jsonl"),
             "per byte": uncertainty_per_byte.table(results / "uncertainty_per_byte.jsonl"),

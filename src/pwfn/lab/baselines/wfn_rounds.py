@@ -168,14 +168,8 @@ class Pull:
     out are farther than the nearest one by m or more, they change ``L_i`` by at most
     ``K exp(-m / temperature) max_j D_ij``; a dense codebook has many within ``m = 0.1``.
 
-    Create one per round, when centres and free weights are known. A call has fixed shapes and never waits
-    for the device, so it can be captured in a CUDA graph.
-
-    Args:
-        centres: the unique values of the fixed weights, ascending.
-        free: flat mask of the weights that count, on the device of the centres.
-        temperature: of the softmin, above 0.
-        nearest: how many centres each weight sees.
+    ``centres`` are the unique values of the fixed weights, ascending, and ``free`` is the mask of the weights
+    that count. A call has fixed shapes and never waits for the device: a CUDA graph can capture it.
 
     >>> term = Pull(torch.tensor([0.4], dtype=torch.float64), torch.tensor([True, True, False]))
     >>> w = torch.tensor([0.5, 0.2, 0.7], dtype=torch.float64, requires_grad=True)
@@ -202,23 +196,17 @@ class Pull:
 
     def __call__(self, weights: Tensor) -> Tensor:
         """``L`` of the whole vector, of which only the free weights are read."""
-        value, gradient = self._value_and_gradient(weights.detach())
-        return with_gradients(value, (weights, gradient))
-
-    def _value_and_gradient(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """``L`` and ``dL/dw``; the weights are detached."""
         gradient = torch.zeros_like(weights)
         total = weights.new_zeros((), dtype=torch.float64)
-        if self._at.numel() == 0:
-            return total.to(weights.dtype), gradient
-        slopes = []
-        for part in weights[self._at].split(self._block):
-            counted = part.abs() >= SMALLEST
-            value, slope = self._of_each(torch.where(counted, part, 1.0))
-            total += torch.where(counted, value, 0.0).sum(dtype=torch.float64)
-            slopes.append(torch.where(counted, slope, 0.0))
-        gradient[self._at] = torch.cat(slopes).div_(self._size)
-        return (total / self._size).to(weights.dtype), gradient
+        if self._at.numel():
+            slopes = []
+            for part in weights.detach()[self._at].split(self._block):
+                counted = part.abs() >= SMALLEST
+                value, slope = self._of_each(torch.where(counted, part, 1.0))
+                total += torch.where(counted, value, 0.0).sum(dtype=torch.float64)
+                slopes.append(torch.where(counted, slope, 0.0))
+            gradient[self._at] = torch.cat(slopes).div_(self._size)
+        return with_gradients((total / self._size).to(weights.dtype), (weights, gradient))
 
     def _of_each(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """``L_i`` and ``dL_i/dw_i`` of each weight, over the centres in its window."""

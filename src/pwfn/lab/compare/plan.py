@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,9 +224,9 @@ _Kind = TypeVar("_Kind", Plan, Network, Row)
 
 def _section(kind: type[_Kind], table: Mapping[str, Any], where: str, others: tuple[str, ...] = ()) -> _Kind:
     """A block of the description, checked key by key."""
-    given: dict[str, dataclasses.Field[Any]] = {
-        item.name: item for item in dataclasses.fields(kind) if item.name in _CHECKS
-    }
+    given: list[str] = [
+        item.name for item in fields(kind) if item.name in _CHECKS
+    ]  # the first has no default
     checked: dict[str, Any] = {}
     for key, value in table.items():
         if key not in given:
@@ -238,10 +237,8 @@ def _section(kind: type[_Kind], table: Mapping[str, Any], where: str, others: tu
         checked[key] = tuple(value) if isinstance(value, list) else value
     if "settings" in checked:
         checked["settings"] = flat(checked["settings"])
-    for name, item in given.items():
-        no_default = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if no_default and name not in checked:
-            raise ConfigError(f"{where}{name} is missing: add {name} = …")
+    if given[0] not in checked:
+        raise ConfigError(f"{where}{given[0]} is missing: add {given[0]} = …")
     return kind(**checked)
 
 

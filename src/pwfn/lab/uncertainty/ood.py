@@ -92,7 +92,9 @@ def open_ood(spec: str, own: Data, options: DataOptions) -> OodData:
         return OodData(_shifted(spec, own, options, SHIFTS[name], _strength(spec, name, strength)))
     if kind == "npz" and rest and own.image_shape is not None:
         images, note = _fitted(_read_images(Path(rest).expanduser()), own.image_shape, rest)
-        return OodData(_loader(images, options), note)
+        images = images.contiguous().to(options.device)
+        labels, size = images.new_zeros(len(images), dtype=torch.int64), options.test_batch_size or 1000
+        return OodData(TensorLoader(images, labels, size, mean=options.mean, std=options.std), note)
     if kind not in data.SOURCES:
         known = ", ".join(source.usage for source in data.SOURCES.values())
         raise DataError(f"{spec!r} is not known out-of-distribution data: allowed are {_usage()}, {known}")
@@ -194,13 +196,3 @@ def _fitted(images: Tensor, shape: tuple[int, int, int], name: str) -> tuple[Ten
         resized = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
         images = resized.round().clamp(0, 255).byte()
     return images, f"images converted {' and '.join(done)}" if done else ""
-
-
-def _loader(images: Tensor, options: DataOptions) -> TensorLoader:
-    return TensorLoader(
-        images.contiguous().to(options.device),
-        torch.zeros(len(images), dtype=torch.int64, device=options.device),
-        options.test_batch_size or 1000,
-        mean=options.mean,
-        std=options.std,
-    )
