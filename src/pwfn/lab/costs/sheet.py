@@ -118,27 +118,6 @@ class Energy:
         return self.compute_microjoules + self.traffic_microjoules
 
 
-def energies(
-    macs_by_order: Mapping[int, int],
-    uncompressed_macs: int,
-    bytes_read: Mapping[Storage, int],
-    figures: EnergyFigures,
-) -> tuple[Energy, ...]:
-    """The estimate for each of PAIRS: products times energy of one, and bytes times energy of one.
-
-    >>> fp32, *_, coded = energies({0: 1, 1: 1}, 0, dict.fromkeys(Storage, 8), EnergyFigures())
-    >>> [round(e.compute_microjoules * 1e6, 6) for e in (fp32, coded)]
-    [9.2, 0.23]
-    """
-    found = []
-    for arithmetic, storage in PAIRS:
-        products = sum(n * figures.product(arithmetic, order) for order, n in macs_by_order.items())
-        products += uncompressed_macs * figures.product(Arithmetic.FP32, 1)
-        read = bytes_read[storage] * figures.dram_byte
-        found.append(Energy(arithmetic, storage, 1e-6 * products, 1e-6 * read))
-    return tuple(found)
-
-
 @dataclass(frozen=True)
 class CostSheet:
     """What one inference of one example costs; the energy is an estimate."""
@@ -203,12 +182,17 @@ def cost_sheet(
     for macs in products.by_order:
         total.update(macs)
     by_order = dict(sorted(total.items()))
-    read = bytes_read(compressed, file)
+    read, figures = bytes_read(compressed, file), figures or EnergyFigures()
+    energy = []
+    for arithmetic, storage in PAIRS:
+        compute = sum(n * figures.product(arithmetic, order) for order, n in by_order.items())
+        compute += products.uncompressed * figures.product(Arithmetic.FP32, 1)
+        energy.append(Energy(arithmetic, storage, 1e-6 * compute, 1e-6 * (read[storage] * figures.dram_byte)))
     return CostSheet(
         by_order,
         products.uncompressed,
         read,
-        energies(by_order, products.uncompressed, read, figures or EnergyFigures()),
+        tuple(energy),
         not_multiplied=tuple(
             entry.name
             for entry, macs in zip(compressed.layout.entries, products.by_order, strict=True)

@@ -74,10 +74,6 @@ class Comparison:
             return "no difference"
         return "better" if self.difference < 0 else "worse"
 
-    def cells(self) -> list[str]:
-        """A row of text."""
-        return [self.rival, f"{self.difference:+.4f} ± {self.standard_error:.4f}", self.verdict]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Assessment:
@@ -141,11 +137,14 @@ class Assessment:
                 table.append([row.rival, *areas, *rates])
             found += ["", *_aligned(table)]
         if self.comparisons:
-            found += [
-                "",
-                "NLL of the ensemble minus that of the rival (± standard error; negative is better):",
-            ]
-            found += _aligned([each.cells() for each in self.comparisons])
+            said = "NLL of the ensemble minus that of the rival (± standard error; negative is better):"
+            found += ["", said]
+            found += _aligned(
+                [
+                    [each.rival, f"{each.difference:+.4f} ± {each.standard_error:.4f}", each.verdict]
+                    for each in self.comparisons
+                ]
+            )
         return [*found, *([""] if self.notes else []), *self.notes]
 
 
@@ -180,7 +179,7 @@ def assess(
     """
     if samples < 0:
         raise DataError(f"samples is {samples}: allowed is at least 0")
-    data = {_TEST: loader, **{_key(name): other for name, other in (ood or {}).items()}}
+    data = {_TEST: loader, **{f"data {name!r}": other for name, other in (ood or {}).items()}}
 
     def each(predict: Callable[[Iterable[Any], str], Predictions]) -> dict[str, Predictions]:
         return {name: predict(own, name) for name, own in data.items()}
@@ -213,7 +212,10 @@ def assess(
     fitted, scored = split_in_half(count)
     rows = []
     for rival, by_name in found.items():
-        temperature, scaled = _temperature(by_name, fitted), Rival(f"{rival}, tempered")
+        own, scaled = by_name[_TEST], Rival(f"{rival}, tempered")
+        if own.targets is None:
+            raise DataError("test data have no labels: give (input, target) batches")
+        temperature = fit_temperature(own.log_probabilities[fitted], own.targets[fitted])
         if at_limit(temperature):
             notes.append(
                 f"{scaled}: the calibration examples have no best temperature from 1/16 to 16; "
@@ -232,11 +234,6 @@ def assess(
         sigma_scale=sigma_scale,
         notes=tuple(notes),
     )
-
-
-def _key(name: str) -> str:
-    """Out-of-distribution data in messages; different from the test data whatever the name."""
-    return f"data {name!r}"
 
 
 def _check_same(found: Mapping[Rival, Mapping[str, Predictions]]) -> None:
@@ -264,13 +261,6 @@ def split_in_half(count: int) -> tuple[Tensor, Tensor]:
     return order[: count // 2].sort().values, order[count // 2 :].sort().values
 
 
-def _temperature(found: Mapping[str, Predictions], fitted: Tensor) -> float:
-    own = found[_TEST]
-    if own.targets is None:
-        raise DataError("test data have no labels: give (input, target) batches")
-    return fit_temperature(own.log_probabilities[fitted], own.targets[fitted])
-
-
 def _row(
     rival: Rival,
     temperature: float | None,
@@ -279,7 +269,7 @@ def _row(
     ood: Sequence[str],
 ) -> Row:
     whole = found[_TEST]
-    assert whole.targets is not None  # as _temperature has checked
+    assert whole.targets is not None  # as assess has checked
     own, targets = _scaled(whole.chosen(scored), temperature), whole.targets[scored]
     log_p, p = own.log_probabilities, own.probabilities
     bins, losses = measures.reliability(p, targets), measures.log_losses(log_p, targets)
@@ -287,7 +277,7 @@ def _row(
     # Mutual information needs several draws, and is not defined for their scaled mean.
     has_information = own.samples > 1 and temperature is None
     scores = [score for score in Score if score is not Score.MUTUAL_INFORMATION or has_information]
-    others = {name: _scaled(found[_key(name)], temperature) for name in ood}
+    others = {name: _scaled(found[f"data {name!r}"], temperature) for name in ood}
 
     def detection(measure: Callable[[Tensor, Tensor], float]) -> dict[str, dict[Score, float]]:
         return {
