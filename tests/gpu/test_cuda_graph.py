@@ -16,7 +16,7 @@ from pwfn.lab.activations.quantise import ActivationQuantiser
 from pwfn.lab.baselines import kmeans
 from pwfn.lab.baselines.wfn_rounds import Pull
 from pwfn.lab.quantisers import ApotQuantiser, Codes, LsqQuantiser, lsqplus
-from pwfn.lab.quantisers.together import LsqTogether, Part
+from pwfn.lab.quantisers.lsq import LsqTogether, Part
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

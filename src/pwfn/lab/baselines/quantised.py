@@ -19,7 +19,7 @@ from pwfn.fixing.record import FixRecord
 from pwfn.lab import activations
 from pwfn.lab.activations import END_BITS, ActivationKind
 from pwfn.lab.baselines.baseline import NO_FINISH, PLAIN_STEPS
-from pwfn.lab.quantisers.together import LsqTogether, parts_of
+from pwfn.lab.quantisers.lsq import LsqTogether, parts_of
 from pwfn.layout import Entry, Layout, held, untouched
 
 TRAINED: dict[str, Any] = {
