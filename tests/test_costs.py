@@ -26,12 +26,11 @@ from pwfn.fixing.candidates import order
 from pwfn.lab.costs import (
     Arithmetic,
     CostSheet,
-    EnergyFigures,
     Storage,
     cost_sheet,
     count_products,
 )
-from pwfn.lab.costs.sheet import untouched_bytes
+from pwfn.lab.costs.sheet import picojoules, untouched_bytes
 from pwfn.zoo.models import OWN
 
 VALUES = torch.tensor([0.0, 0.5, -0.25, 0.375, 0.6875, 0.3])  # orders 0, 1, 1, 2, 3, and many
@@ -352,11 +351,11 @@ def test_coded_bytes_are_those_of_the_file_or_of_one_written_now(tmp_path: Path)
 # Energy
 
 
-def hand_sheet(figures: EnergyFigures | None = None) -> CostSheet:
+def hand_sheet() -> CostSheet:
     """Ten products: two with 0, three with a power of two, two of order 2, one of order 3, two of many."""
     model = nn.Linear(10, 1, bias=False)
     values = torch.tensor([0.0, 0.0, 0.5, -0.25, 1.0, 0.375, 0.75, 0.6875, 0.3, 0.1])
-    return cost_sheet(compressed_of(model, values), model, torch.randn(1, 10), figures=figures)
+    return cost_sheet(compressed_of(model, values), model, torch.randn(1, 10))
 
 
 def test_counts_of_the_sheet() -> None:
@@ -371,9 +370,8 @@ def test_four_powers_of_two_are_shifts_and_five_are_not() -> None:
     whole = cost_sheet(compressed_of(model, torch.tensor([85.0, 341.0])), model, torch.randn(1, 2))
     assert whole.macs_by_order == {4: 1, 5: 1}
     assert (whole.shift_add_macs, whole.multiplied_macs) == (1, 1)
-    product = EnergyFigures().product
-    assert [product(Arithmetic.FIXED_SHIFTS, n) for n in (4, 5)] == pytest.approx([4 * 0.23, 3.2])
-    assert [product(Arithmetic.FLOAT_SHIFTS, n) for n in (4, 5)] == pytest.approx([4 * 0.93, 4.6])
+    assert [picojoules(Arithmetic.FIXED_SHIFTS, n) for n in (4, 5)] == pytest.approx([4 * 0.23, 3.2])
+    assert [picojoules(Arithmetic.FLOAT_SHIFTS, n) for n in (4, 5)] == pytest.approx([4 * 0.93, 4.6])
 
 
 @pytest.mark.parametrize(
@@ -401,8 +399,6 @@ def test_energy_of_reading_by_hand() -> None:
         size = sizes.get(e.storage, whole.bytes_read[Storage.CODED])
         assert e.traffic_microjoules == pytest.approx(size * 1.3e3 / 8 * 1e-6, rel=1e-12)
         assert e.energy_microjoules == e.compute_microjoules + e.traffic_microjoules
-    fp32 = hand_sheet(EnergyFigures(fp32_multiply=10.0, fp32_add=1.0, dram_byte=100.0)).energy[0]
-    assert (fp32.compute_microjoules, fp32.traffic_microjoules) == pytest.approx((110e-6, 4000e-6))
 
 
 def test_products_without_a_compressed_weight_are_fp32_for_all() -> None:

@@ -67,40 +67,33 @@ ASSUMPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class EnergyFigures:
-    """Energy of one operation, in picojoules, at 45 nm and 0.9 V.
+DRAM_PICOJOULES = 1300 / 8
+"""To read one byte. 64 bits take 1.3 to 2.6 nJ (Horowitz 2014); the lower end is used here."""
+
+
+def picojoules(arithmetic: Arithmetic, order: int) -> float:
+    """Energy of one product with a weight of that order, added to a sum, at 45 nm and 0.9 V.
 
     M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014. Shifts, which it does
-    not list, are from H. You et al., "ShiftAddNet", NeurIPS 2020, also at 45 nm. DRAM takes 1.3 to 2.6 nJ for
-    64 bits; the lower end is used here.
+    not list, are from H. You et al., "ShiftAddNet", NeurIPS 2020, also at 45 nm.
 
-    >>> EnergyFigures().product(Arithmetic.FP32, order=1), EnergyFigures().product(Arithmetic.INT8, order=1)
+    >>> picojoules(Arithmetic.FP32, order=1), picojoules(Arithmetic.INT8, order=1)
     (4.6, 0.3)
     """
-
-    int8_add: float = 0.03
-    int32_add: float = 0.1
-    fp32_add: float = 0.9
-    int8_multiply: float = 0.2
-    int32_multiply: float = 3.1
-    fp32_multiply: float = 3.7
-    int32_shift: float = 0.13
-    dram_byte: float = 1300 / 8
-
-    def product(self, arithmetic: Arithmetic, order: int) -> float:
-        """One product with a weight of that order, added to a sum, in picojoules."""
-        if arithmetic is Arithmetic.INT8:
-            cost = self.int8_multiply + self.int32_add
-        elif arithmetic is Arithmetic.FLOAT_SHIFTS and order <= MOST_TERMS:
-            cost = order * (self.int8_add + self.fp32_add)
-        elif arithmetic is Arithmetic.FIXED_SHIFTS and order <= MOST_TERMS:
-            cost = order * (self.int32_shift + self.int32_add)
-        elif arithmetic is Arithmetic.FIXED_SHIFTS:
-            cost = self.int32_multiply + self.int32_add
-        else:
-            cost = self.fp32_multiply + self.fp32_add
-        return round(cost, 9)  # 3.7 + 0.9 is 4.6000000000000005 in float64
+    int8_add, int32_add, fp32_add = 0.03, 0.1, 0.9
+    int8_multiply, int32_multiply, fp32_multiply = 0.2, 3.1, 3.7
+    int32_shift = 0.13
+    if arithmetic is Arithmetic.INT8:
+        cost = int8_multiply + int32_add
+    elif arithmetic is Arithmetic.FLOAT_SHIFTS and order <= MOST_TERMS:
+        cost = order * (int8_add + fp32_add)
+    elif arithmetic is Arithmetic.FIXED_SHIFTS and order <= MOST_TERMS:
+        cost = order * (int32_shift + int32_add)
+    elif arithmetic is Arithmetic.FIXED_SHIFTS:
+        cost = int32_multiply + int32_add
+    else:
+        cost = fp32_multiply + fp32_add
+    return round(cost, 9)  # 3.7 + 0.9 is 4.6000000000000005 in float64
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,6 @@ def cost_sheet(
     example: Example,
     *,
     file: str | Path | None = None,
-    figures: EnergyFigures | None = None,
 ) -> CostSheet:
     """What one inference costs, from one forward pass of a dense model of the same architecture.
 
@@ -182,12 +174,12 @@ def cost_sheet(
     for macs in products.by_order:
         total.update(macs)
     by_order = dict(sorted(total.items()))
-    read, figures = bytes_read(compressed, file), figures or EnergyFigures()
+    read = bytes_read(compressed, file)
     energy = []
     for arithmetic, storage in PAIRS:
-        compute = sum(n * figures.product(arithmetic, order) for order, n in by_order.items())
-        compute += products.uncompressed * figures.product(Arithmetic.FP32, 1)
-        energy.append(Energy(arithmetic, storage, 1e-6 * compute, 1e-6 * (read[storage] * figures.dram_byte)))
+        compute = sum(n * picojoules(arithmetic, order) for order, n in by_order.items())
+        compute += products.uncompressed * picojoules(Arithmetic.FP32, 1)
+        energy.append(Energy(arithmetic, storage, 1e-6 * compute, 1e-6 * (read[storage] * DRAM_PICOJOULES)))
     return CostSheet(
         by_order,
         products.uncompressed,
