@@ -29,7 +29,7 @@ from pwfn.evaluate.calibration import (
 )
 from pwfn.evaluate.ensemble import Score, ensemble, point
 from pwfn.lab.uncertainty.assess import Comparison, Rival, assess, split_in_half
-from pwfn.lab.uncertainty.file import assess_file
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.run.options import RunOptions, TrustOptions
 from pwfn.run.scores import evaluate_file
 from pwfn.zoo.models import digits_resnet
@@ -513,7 +513,7 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "original.pt")
     posterior(model, 0.05).save(file, posterior="weight", record={"model": "digits_resnet"})
     options = RunOptions("", "digits", tmp_path, device="cpu")
-    facts, table = assess_file(
+    facts, _ = evaluated(
         [file],
         options,
         TrustOptions(
@@ -527,12 +527,13 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
     )
     plain = evaluate_file(file, options, seed=2)
     assert {name: facts[name] for name in plain} == plain
-    assert [row.rival for row in table.rows] == list(Rival)
-    assert list(table.rows[0].auroc) == ["noise", "shift:rotate:90"]
-    assert "noise" in [note.split(":")[0] for note in table.notes]
-    assert table.sigma_scale == 0.5
-    written = json.loads((tmp_path / "uncertainty.json").read_text())
-    assert written == json.loads(json.dumps(table.to_dict())) == json.loads(json.dumps(facts["uncertainty"]))
-    assert table.row(Rival.POINT).accuracy_all == facts["after"]["metric"]
-    whole, _ = assess_file([file], options, TrustOptions(samples=3, seed=2))
+    table = facts["uncertainty"]
+    rows = {row["name"]: row for row in table["rows"]}
+    assert list(rows) == [rival.value for rival in Rival]
+    assert list(rows["original"]["auroc"]) == ["noise", "shift:rotate:90"]
+    assert "noise" in [note.split(":")[0] for note in table["notes"]]
+    assert table["sigma_scale"] == 0.5
+    assert json.loads((tmp_path / "uncertainty.json").read_text()) == json.loads(json.dumps(table))
+    assert rows["point estimate"]["accuracy_all"] == facts["after"]["metric"]
+    whole, _ = evaluated([file], options, TrustOptions(samples=3, seed=2))
     assert evaluate_file(file, options, samples=3, seed=2)["ensemble"] == whole["ensemble"]

@@ -28,7 +28,7 @@ from pwfn.config.changes import Settings
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.inspect import inspect
 from pwfn.lab.costs import cost_sheet
-from pwfn.lab.uncertainty.file import assess_file
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.report import write
 from pwfn.report.figures import style
 from pwfn.report.figures.accuracy import calibration_error
@@ -54,7 +54,7 @@ def make_run(folder: Path, config: Config | None = None) -> Path:
     run(options, (config or Config()).override(SHORT))
     scored = RunOptions("", "digits", folder, "", device="cpu")
     asked = TrustOptions(samples=2, ood=("noise",), out=folder / "uncertainty.json")
-    assess_file([folder / "model.pwfn"], scored, asked)
+    evaluated([folder / "model.pwfn"], scored, asked)
     return folder
 
 
