@@ -116,12 +116,7 @@ def _row(cls: type[_Row], row: Any, where: str) -> _Row:
 
 
 def plan(
-    model: nn.Module,
-    layout: Layout,
-    kind: ActivationKind,
-    bits: int | None,
-    *,
-    include_ends: bool = False,
+    model: nn.Module, layout: Layout, kind: ActivationKind, bits: int | None, *, include_ends: bool = False
 ) -> dict[str, Any]:
     """A description for :func:`attach`: the input of every convolution and linear layer in ``bits`` bits.
 

@@ -9,11 +9,4 @@ Products and bytes are counted exactly. The energy is an estimate; the sheet sta
 from pwfn.lab.costs.products import count_products
 from pwfn.lab.costs.sheet import MOST_TERMS, Arithmetic, CostSheet, Storage, cost_sheet
 
-__all__ = [
-    "MOST_TERMS",
-    "Arithmetic",
-    "CostSheet",
-    "Storage",
-    "cost_sheet",
-    "count_products",
-]
+__all__ = ["MOST_TERMS", "Arithmetic", "CostSheet", "Storage", "cost_sheet", "count_products"]

@@ -149,11 +149,7 @@ class CostSheet:
 
 
 def cost_sheet(
-    compressed: Compressed,
-    model: nn.Module,
-    example: Example,
-    *,
-    file: str | Path | None = None,
+    compressed: Compressed, model: nn.Module, example: Example, *, file: str | Path | None = None
 ) -> CostSheet:
     """What one inference costs, from one forward pass of a dense model of the same architecture.
 
