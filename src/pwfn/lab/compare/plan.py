@@ -224,9 +224,8 @@ _Kind = TypeVar("_Kind", Plan, Network, Row)
 
 def _section(kind: type[_Kind], table: Mapping[str, Any], where: str, others: tuple[str, ...] = ()) -> _Kind:
     """A block of the description, checked key by key."""
-    given: list[str] = [
-        item.name for item in fields(kind) if item.name in _CHECKS
-    ]  # the first has no default
+    # The first field of each block, and only that, has no default.
+    given: list[str] = [item.name for item in fields(kind) if item.name in _CHECKS]
     checked: dict[str, Any] = {}
     for key, value in table.items():
         if key not in given:
