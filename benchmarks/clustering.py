@@ -22,22 +22,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from machine import device_name, versions, wait
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from pwfn import PAPER_FRACTIONS, __version__, candidates, fix_round
+from pwfn import PAPER_FRACTIONS, candidates, fix_round
 from pwfn.fixing.fix_round import target_count
 
 RULES = ("each", "mean", "nearest")
@@ -63,12 +62,6 @@ def weights(size: int, device: torch.device) -> State:
         layer.normal_(0, 0.01 * 20 ** (i / (LAYERS - 1)), generator=generator)
     sigma = torch.empty_like(mu).uniform_(0.028, 0.05, generator=generator)
     return mu, sigma, torch.zeros(size, dtype=torch.bool, device=device)
-
-
-def wait(device: torch.device) -> None:
-    """Wait for the device: calls return before their work is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 class PeakBytes(TorchDispatchMode):
@@ -223,21 +216,6 @@ class Bench:
         same = all(map(torch.equal, found, expected))
         more = {"weights": size, "choices": ours.choices // (self.repeats + 1), "same": same}
         self.line(case, done, "a table of weights by candidates", theirs, **more)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's and its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def versions() -> dict[str, str]:
-    """Versions of everything that is timed."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "pwfn": __version__}
 
 
 def main() -> int:

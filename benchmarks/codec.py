@@ -38,6 +38,7 @@ import numpy as np
 import table
 import torch
 import zstandard
+from machine import processor
 from mixing import ideal_bits
 
 import pwfn
@@ -283,14 +284,6 @@ def peak_bytes(path: Path, threads: int) -> int | None:
     except OSError:
         return None
     return peak - before
-
-
-def processor() -> str:
-    """Name of the processor, as far as the system tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:

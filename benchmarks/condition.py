@@ -15,15 +15,14 @@ case. ``activations_limit`` is what conditioning allows itself for activations.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import platform
 import resource
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import here, show
 from torch import Tensor
 
 from pwfn import Config
@@ -32,7 +31,6 @@ from pwfn.bayes.grid.conditioned import ConditionedNetwork
 from pwfn.bayes.method import DataProbe
 from pwfn.bayes.randomness import seeded
 from pwfn.fixing.conditioning.network import MEMORY
-from pwfn.lab.compare.runner import git_commit
 from pwfn.zoo import models
 
 CASES = {
@@ -114,23 +112,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file to append the lines to")
     options = parser.parse_args()
     device = torch.device(options.device)
-    threads = f"{torch.get_num_threads()} CPU threads"
-    shared = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": options.commit or git_commit(Path(__file__)) or "unknown",
-    }
+    shared = here(device, options.commit)
     for name in options.cases:
         network, size, counts = CASES[name]
         for count in options.images or counts:
             with multiprocessing.get_context("spawn").Pool(1) as process:
                 facts = process.apply(measure, (network, size, count, device))
-            line = json.dumps({**facts, **shared})
-            print(line, flush=True)
-            if options.out is not None:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+            show({**facts, **shared}, options.out)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import here, show, wait
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,7 +112,7 @@ class Ours:
         def after_step(step: int, snapshot: object) -> None:
             nonlocal started
             if step == WARMUP_STEPS:
-                _wait(self.net.device)
+                wait(self.net.device)
                 started = time.perf_counter()
 
         fit(
@@ -128,7 +126,7 @@ class Ours:
             seed=0,
             after_step=after_step,
         )
-        _wait(self.net.device)
+        wait(self.net.device)
         return (time.perf_counter() - started) / count
 
     def scoring_seconds(self, precision: Precision) -> float:
@@ -185,7 +183,7 @@ class Plain:
         for _ in range(WARMUP_STEPS):
             self._step()
         total = torch.zeros((), device=self._batch.target.device)
-        _wait(total.device)
+        wait(total.device)
         started = time.perf_counter()
         for _ in range(count):
             total += self._step()
@@ -196,16 +194,11 @@ class Plain:
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Time of the second call: the first initialises."""
     work()
-    _wait(device)
+    wait(device)
     started = time.perf_counter()
     work()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def reserved_bytes(device: torch.device, make: Callable[[], Ours | Plain]) -> tuple[Any, int]:
@@ -322,20 +315,6 @@ def measure(
     return facts
 
 
-def _threads() -> str:
-    return f"{torch.get_num_threads()} CPU threads"
-
-
-def _commit() -> str:
-    """The commit of this code; "unknown" outside a git checkout."""
-    words = ["git", "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
 def main() -> None:
     """Measure the networks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -347,20 +326,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file to append the lines to")
     options = parser.parse_args()
     device = torch.device(options.device)
-    shared = {
-        "worker_images_a_second": worker_images_a_second(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else _threads(),
-        "processors": os.cpu_count(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": options.commit or _commit(),
-    }
+    shared = {"worker_images_a_second": worker_images_a_second(), "processors": os.cpu_count()}
+    shared |= here(device, options.commit)
     for name in options.networks:
-        line = json.dumps(measure(name, device, options.batch_size, options.steps, shared))
-        print(line, flush=True)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        show(measure(name, device, options.batch_size, options.steps, shared), options.out)
 
 
 if __name__ == "__main__":

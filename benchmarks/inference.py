@@ -33,20 +33,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from machine import device_name, versions
 from torch import Tensor, nn
 
-from pwfn import Config, GaussianNetwork, __version__
+from pwfn import Config, GaussianNetwork
 from pwfn.runtime import indexed_conv2d, indexed_linear, memory_report, pack
 from pwfn.zoo.models import create
 
@@ -381,24 +380,6 @@ class Bench:
             "versions": versions(),
         }
         print(json.dumps(facts, ensure_ascii=False), flush=True)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's and its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def versions() -> dict[str, str]:
-    """Of everything that is timed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "pwfn": __version__}
-    if "triton" in sys.modules:
-        found["triton"] = sys.modules["triton"].__version__
-    return found
 
 
 def main() -> int:

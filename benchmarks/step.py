@@ -39,6 +39,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
+from machine import wait
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -286,12 +287,6 @@ RIVALS: dict[str, Callable[[Setting], Steps]] = {
 
 
 RIVALS_OF_LARGE = ("plain fine-tuning", "pwfn without fused passes")  # at 224 pixels
-
-
-def wait(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_bytes(setting: Setting, make: Callable[[Setting], Steps]) -> int:

@@ -38,6 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kept
 import nncodec_files
 import numpy as np
 import torch
@@ -70,16 +71,7 @@ IMAGES, EPOCHS = 1024, 10
 
 SIZE, SHORT_SIDE = 224, 256
 HEADS = (
-    "network",
-    "method",
-    "images",
-    "top-1",
-    "lost",
-    "agreement",
-    "KL",
-    "bits",
-    "values",
-    "bytes",
+    *("network", "method", "images", "top-1", "lost", "agreement", "KL", "bits", "values", "bytes"),
     "seconds",
 )
 
@@ -310,8 +302,7 @@ def _top1(outputs: Tensor, labels: Tensor) -> float:
 
 def table(path: Path) -> list[str]:
     """The table of docs/imagenet.md: the last line of each network and row, in the order of this program."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = {(facts["network"], facts["row"]): facts for facts in map(json.loads, lines)}
+    found = {(facts["network"], facts["row"]): facts for facts in kept.read(path)}
     order = [*((network, row) for network in nncodec_files.NETWORKS for row in rows()), *found]
     every = [found[key] for key in dict.fromkeys(order) if key in found]
     if not every:
@@ -416,12 +407,9 @@ def main() -> None:
             facts, decoded = work(case, row, options, shared)
             if scorer and decoded:
                 facts |= scorer.scores(decoded)
-            line = json.dumps(facts)
-            print(line, flush=True)
+            print(json.dumps(facts), flush=True)
             if options.out is not None:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+                kept.add(options.out, facts)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ PUBLISHED = {
         "Oktay": ((101_000, 90.0),),
         "MIRACLE": ((417_000, 93.4), (168_000, 90.0)),
         "DeepCABAC": ((960_000, 91.0),),
-    },
+    }
 }
 """Bytes and accuracy that others published, from networks of their own (VGG-16 from 93.4 %)."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from chromium import Browser, find_browser
 
 from pwfn import Config
-from pwfn.lab.uncertainty.file import assess_file
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.report import write
 from pwfn.report.figures import save_png
 from pwfn.report.reading import read_run
@@ -63,7 +63,7 @@ def compressed(runs: Path, preset: str) -> Path:
         scored = RunOptions("", "digits", folder, "", device="cpu")
         weights = str(folder / "weights.safetensors")
         asked = TrustOptions(samples=20, original=weights, ood=("noise",), out=out)
-        assess_file(folder / "model.pwfn", scored, asked)
+        evaluated([folder / "model.pwfn"], scored, asked)
     return folder
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import kept
+
 from pwfn import Config
 from pwfn.lab import compare
 from pwfn.lab.compare import paper
@@ -30,8 +32,7 @@ PAPER_HEADS = (
 def measured(path: Path) -> list[dict[str, Any]]:
     """What was measured: the last line of each network, batch size and device."""
     found: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        facts = json.loads(text)
+    for facts in kept.read(path):
         found[facts["network"], facts["batch_size"], facts["device"]] = facts
     return list(found.values())
 

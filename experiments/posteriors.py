@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
+import kept
 
 from pwfn.errors import DataError
 from pwfn.evaluate import calibration
 from pwfn.evaluate.ensemble import Predictions, ensemble
-from pwfn.lab.compare.runner import git_commit
 from pwfn.lab.compare.table import markdown
 from pwfn.lab.uncertainty.assess import split_in_half
 from pwfn.run.options import RunOptions
 from pwfn.run.scores import fit_file, open_file
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "posteriors.jsonl"
+RESULTS = kept.RESULTS / "posteriors.jsonl"
 HEADS = ("file", "bytes", "for sigma", "top-1, %", "NLL", "ECE", "NLL, tempered", "fit, s")
 
 
@@ -46,13 +44,11 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--commit", default=None, help="of the code, if it is not in a git checkout")
     options = parser.parse_args()
-    options.commit = options.commit or git_commit(Path(__file__))
     options.out.mkdir(parents=True, exist_ok=True)
     for path in options.files:
-        facts = json.dumps(study(path, options))
-        print(facts, flush=True)
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(facts + "\n")
+        facts = study(path, options)
+        print(json.dumps(facts), flush=True)
+        kept.add(RESULTS, facts)
 
 
 def study(path: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -75,10 +71,7 @@ def study(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "fit_seconds": round(seconds, 1),
         **rows,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": options.commit,
+        **kept.here(options.commit),
     }
 
 
@@ -102,9 +95,9 @@ def scores(found: Predictions) -> dict[str, float]:
 
 def table(path: Path = RESULTS) -> list[str]:
     """The table of docs/uncertainty.md: point estimate → ensemble."""
-    if not path.exists():
+    lines = kept.read(path)
+    if not lines:
         return ["Not measured yet."]
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = []
     for own in lines:
         both = (own["point"], own["ensemble"])
@@ -114,15 +107,11 @@ def table(path: Path = RESULTS) -> list[str]:
         ]
         fit = f"{own['fit_seconds']:.0f}"
         rows.append((f"`{own['file']}`", f"{own['bytes']:,}", f"{own['sigma_bytes']}", top1, *others, fit))
-    machines = sorted(
-        {f"{own['device']}, {own['threads']} threads, torch {own['versions']['torch']}" for own in lines}
-    )
-    commits = sorted({own["commit"][:10] for own in lines})
     return [
         *markdown(HEADS, rows),
         "",
         f"Point estimate → mean of {lines[0]['samples']} draws, {lines[0]['point']['images']:,} test images, "
-        f"seed {lines[0]['seed']}. Measured on: {'; '.join(machines)}, commit {', '.join(commits)}.",
+        f"seed {lines[0]['seed']}. Measured on: {kept.measured_on(lines, threads=True)}.",
     ]
 
 

@@ -1,20 +1,17 @@
-"""The table of the README, from the result files in experiments/results.
-
-python experiments/readme_table.py            write it into README.md
-python experiments/readme_table.py --check    exit with status 1 if README.md has another one
-"""
+"""The table of the README, from the result files in experiments/results."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+import kept
+
+from pwfn.lab.compare.table import commits, machines
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS = ("network", "method", "top-1 before", "top-1 after", "bits", "values", "bytes", "smaller")
@@ -67,7 +64,7 @@ def results(place: str) -> list[Facts]:
 def imagenet() -> list[tuple[str, str, list[Facts]]]:
     """The rows of networks that were trained on ImageNet."""
     path = ROOT / "experiments" / "results" / "few_images.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = kept.read(path)
     rows = []
     link = "docs/imagenet.md#a-thousand-unlabelled-images"
     for label, name, step in IMAGENET:
@@ -101,43 +98,16 @@ def cells(network: str, method: str, found: Sequence[Facts]) -> list[str]:
     ]
 
 
-def table() -> str:
+def table() -> list[str]:
     """The table, and below it where it was measured."""
     found = [(network, method, results(place)) for network, method, place in ROWS] + imagenet()
     lines = [list(HEADS), ["---"] * len(HEADS), *(cells(*row) for row in found)]
     every = [facts for _, _, row in found for facts in row]
-    machines = sorted({f"{facts['device']}, torch {facts['versions']['torch']}" for facts in every})
-    commits = sorted({facts["commit"][:7] for facts in every})
+    on, at = "; ".join(machines(every)), ", ".join(commits(every))
     seeds = {row["seed"] for row in every}
-    return "\n".join(
-        [
-            *("| " + " | ".join(line) + " |" for line in lines),
-            "",
-            f"Measured on {'; '.join(machines)}, at commits {', '.join(commits)}; seeds "
-            f"{min(seeds)} to {max(seeds)} where ± is given, else seed 0.",
-        ]
-    )
-
-
-def with_table(text: str) -> str:
-    """The README with the table between its two marks."""
-    marks = re.compile(r"(<!-- table: [^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
-    return marks.sub(lambda found: found[1] + table() + "\n" + found[2], text)
-
-
-def main() -> int:
-    """The command; its status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    checks = parser.parse_args().check
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = with_table(old)
-    if checks:
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return [
+        *("| " + " | ".join(line) + " |" for line in lines),
+        "",
+        f"Measured on {on}, at commits {at}; seeds {min(seeds)} to {max(seeds)} where ± is given, "
+        "else seed 0.",
+    ]

@@ -25,6 +25,7 @@ import figures
 import files
 import imagenet
 import posteriors
+import readme_table
 import second_stage
 import targets
 import uncertainty_per_byte
@@ -71,18 +72,12 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "target late in the run, and too few bytes were counted for what is not compressed: the files of "
         "VGG-16 for 100,000 bytes are above their target. That VGG-16 is of another training (93.96 %) "
         "than the one of commit b7694c2 (93.77 %).",
-        (
-            *("small_vgg16", "small_resnet18", "small_resnet20", "small_resnet56"),
-            "rate_short_resnet20",
-        ),
+        (*("small_vgg16", "small_resnet18", "small_resnet20", "small_resnet56"), "rate_short_resnet20"),
     ),
     "sigma": (
         "Where sigma comes from",
         "The paper's sigma, its prior, its regulariser and its rules, against one constant sigma.",
-        (
-            *("paper_resnet20", "sigma_resnet20", "sigma_resnet18", "prior_resnet20"),
-            *figures.SIGMAS,
-        ),
+        (*("paper_resnet20", "sigma_resnet20", "sigma_resnet18", "prior_resnet20"), *figures.SIGMAS),
     ),
     "training": (
         "How to train",
@@ -188,6 +183,7 @@ def pages(archive: Archive) -> dict[Path, str]:
     made |= {archive.folder(name) / "table.md": archive.table(name) for name in archive.names}
     results = archive.experiments / "results"
     blocks = {
+        "README.md": {"table": readme_table.table()},
         "docs/uncertainty.md": {
             "posteriors": posteriors.table(results / "posteriors.jsonl"),
             "per byte": uncertainty_per_byte.table(results / "uncertainty_per_byte.jsonl"),

@@ -21,7 +21,6 @@ import argparse
 import copy
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import kept
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,12 @@ from pwfn.bayes.objective import accuracy, divergence
 from pwfn.file.fold_batchnorm import shrink_uncompressed
 from pwfn.fixing.conditioning.network import Conditioning
 from pwfn.fixing.conditioning.passes import Lane
-from pwfn.lab.compare.runner import git_commit
 from pwfn.lab.compare.table import markdown
 from pwfn.zoo import models
 from pwfn.zoo.arrays import Normaliser, crop_and_flip
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "second_stage.jsonl"
+RESULTS = kept.RESULTS / "second_stage.jsonl"
 RUNS = (("cifar_resnet20", 1.22), ("cifar_resnet56", 1.1), ("cifar_resnet20", 0.9))
 VARIANTS = ("quick", "distilled", "regression")
 IMAGES, HELD_OUT, STEPS, BATCH, RATE = 1024, 5000, 64, 64, 1e-3
@@ -69,17 +68,13 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="of the code, if it is not in a git checkout")
     options = parser.parse_args()
     arrays = np.load(options.data)
-    facts = {
-        "device": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": options.commit or git_commit(Path(__file__)),
-    }
+    facts = kept.here(options.commit)
     for name, step in RUNS:
         for seed in range(3):
-            done = {(own["network"], own["step"], own["seed"]) for own in _lines(RESULTS)}
+            done = {(own["network"], own["step"], own["seed"]) for own in kept.read(RESULTS)}
             if (name, step, seed) not in done:
-                _append([own | facts for own in study(name, step, seed, arrays)])
+                for own in study(name, step, seed, arrays):
+                    kept.add(RESULTS, own | facts)
 
 
 def study(name: str, step: float, seed: int, arrays: Any) -> list[dict[str, Any]]:
@@ -193,7 +188,7 @@ def distilled(model: nn.Module, original: nn.Module, images: Tensor, seed: int) 
 
 def table(path: Path = RESULTS) -> list[str]:
     """The table of docs/method.md: means, and for variants the difference from quick ± its standard error."""
-    lines = _lines(path)
+    lines = kept.read(path)
     if not lines:
         return ["Not measured yet."]
     rows = []
@@ -204,15 +199,11 @@ def table(path: Path = RESULTS) -> list[str]:
             cells += [_cell(own, variant, (part, "kl"), 4, 1) for part in SETS]
             cells += [_cell(own, variant, keys, 2, 100) for keys in (("test", "agreement"), ("accuracy",))]
             rows.append(tuple(cells))
-    machines = sorted(
-        {f"{line['device']}, {line['threads']} threads, torch {line['torch']}" for line in lines}
-    )
-    commits = sorted({line["commit"][:10] for line in lines})
     return [
         *markdown(HEADS, rows),
         "",
-        "Means over three seeds; of variants, the difference from `quick` with the same seed, ± its standard "
-        f"error. Measured on: {'; '.join(machines)}, seeds 0 to 2, commit {', '.join(commits)}.",
+        "Means over seeds 0 to 2; of variants, the difference from `quick` with the same seed, ± its "
+        f"standard error. Measured on: {kept.measured_on(lines, threads=True)}.",
     ]
 
 
@@ -235,17 +226,6 @@ def _cell(lines: Sequence[Any], variant: str, keys: Sequence[str], places: int, 
     changes = [own[seed] - quick[seed] for seed in own]
     error = statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan
     return f"{statistics.mean(changes):+.{places}f} ± {error:.{places}f}"
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _append(rows: Sequence[dict[str, Any]]) -> None:
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
-import platform
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import kept
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +34,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from pwfn import Compressed, load
 from pwfn.evaluate import calibration
 from pwfn.evaluate.ensemble import Predictions, ensemble, missing_probability, point
-from pwfn.lab.compare.runner import git_commit
 from pwfn.lab.compare.table import markdown
 from pwfn.lab.uncertainty.assess import split_in_half
 from pwfn.lab.uncertainty.ood import open_ood
@@ -45,7 +43,7 @@ from pwfn.run.scores import OpenFile, fit_file, open_file, original_of
 from pwfn.zoo.data import open_source
 from pwfn.zoo.models import ready_torchvision
 
-RESULTS = Path(__file__).resolve().parent / "results" / "uncertainty_per_byte.jsonl"
+RESULTS = kept.RESULTS / "uncertainty_per_byte.jsonl"
 SHIFTS = {
     "gaussian": (0.04, 0.06, 0.08, 0.09, 0.10),
     "contrast": (0.75, 0.5, 0.4, 0.3, 0.15),
@@ -318,17 +316,14 @@ def compressed_files(options: argparse.Namespace) -> dict[str, Path]:
 
 def table(path: Path = RESULTS) -> list[str]:
     """The tables of docs/uncertainty.md, one per network; of lines with the same name the last counts."""
-    if not path.exists():
-        return ["Not measured yet."]
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        own = json.loads(line)
+    for own in kept.read(path):
         found.setdefault(own["network"], {}).setdefault(own["row"], {})[own["which"]] = own
     lines: list[str] = []
     for network, by_row in found.items():
         body = [cells(name, list(own.values())) for name, own in by_row.items()]
         lines += [f"### {network}", "", *markdown(HEADS, body), "", *_notes(by_row), ""]
-    return lines[:-1]
+    return lines[:-1] or ["Not measured yet."]
 
 
 def cells(name: str, own: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -359,15 +354,13 @@ def _notes(by_row: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
     first, seeds = every[0], max(len(own) for own in by_row.values())
     names = " and ".join(Path(spec.partition(":")[2] or spec).stem for spec in first["plain"]["auroc"])
     images = first["images"]
-    machines = sorted({f"{one['device']}, torch {one['versions']['torch']}" for one in every})
-    commits = sorted({str(one["commit"])[:10] for one in every})
     return [
         f"Before → after a temperature. Top-1 of {images['test']:,} test images, the rest of "
         f"{images['scored']:,}; the others fit the temperature. AUROC: against {names}, "
         f"{images['foreign']:,} images each. Shifted: mean over five strengths of {', '.join(SHIFTS)}, "
         f"{images['shifted']:,} images each. {f'Up to {seeds} seeds' if seeds > 1 else 'One seed'}; "
         "± is the standard deviation over seeds. "
-        f"Measured on: {'; '.join(machines)}, commit {', '.join(commits)}."
+        f"Measured on: {kept.measured_on(every)}."
     ]
 
 
@@ -394,22 +387,12 @@ def main() -> None:
         "network": options.model,
         "samples": options.samples,
         "seed": options.seed,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": options.commit or git_commit(Path(__file__)),
+        **kept.here(options.commit),
     }
     for own in rows(options, compressed_files(options)):
-        print(
-            own["row"],
-            own["which"],
-            own["bytes"],
-            own["plain"]["accuracy_all"],
-            own["plain"]["nll"],
-            flush=True,
-        )
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**own, **facts}) + "\n")
+        plain = own["plain"]
+        print(own["row"], own["which"], own["bytes"], plain["accuracy_all"], plain["nll"], flush=True)
+        kept.add(RESULTS, {**own, **facts})
 
 
 if __name__ == "__main__":

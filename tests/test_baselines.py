@@ -489,11 +489,12 @@ def test_a_method_of_ones_own_works_by_name(convnet: nn.Module, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "place", "words"),
     [
-        (ROUNDING, "missing.py:Rounding", "no such Python file"),
-        (ROUNDING, "mine.py:Rounded", "no class Rounded"),
-        (ROUNDING, "mine.py:nn", "no class nn"),
+        (ROUNDING, "missing.py:Rounding", "No such file"),
+        (ROUNDING, "mine.py:Rounded", "no class 'Rounded': did you mean 'Rounding'"),
+        (ROUNDING, "mine.py:nn", "no class 'nn'"),
         ("import nothing_of_that_name", "mine.py:Rounding", "cannot be imported"),
-        (ROUNDING, "Rounding", "no such Python file"),
+        (ROUNDING + "\nmade = dict", "mine.py:made", "is no subclass of"),
+        (ROUNDING, "Rounding", "allowed is python:FILE:CLASS"),
     ],
 )
 def test_a_method_that_is_none_is_refused(content: str, place: str, words: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from waiting import NoWaiting
 
-from pwfn import WeightError
-from pwfn.lab.baselines.kmeans_clusters import kmeans, linear_centroids, lloyd, members, share
+from pwfn.lab.baselines.kmeans import kmeans, linear_centroids, lloyd, members, share
 
 
 def normal(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -32,7 +30,7 @@ def inertia(weights: Tensor, centroids: Tensor, indices: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("weights", "count"),
-    [(normal(1), 1), (normal(127), 1), (normal(127, 2), 4), (normal(1025), 64), (lumps(), 16)],
+    [(normal(127), 2), (normal(127, 2), 4), (normal(1025), 64), (lumps(), 16)],
 )
 def test_centroids_are_those_of_scikit_learn_from_the_same_start(weights: Tensor, count: int) -> None:
     start = linear_centroids(weights, count)
@@ -101,7 +99,6 @@ def test_linear_centroids_meet_both_ends() -> None:
     start = linear_centroids(weights, 7)
     assert (start[0], start[-1]) == (weights.min(), weights.max())
     torch.testing.assert_close(start.diff(), start.diff().mean().expand(6))
-    assert linear_centroids(torch.tensor([3.0, -1.0, 0.0]), 1).tolist() == [1.0]
 
 
 def test_groups_are_clustered_each_on_its_own_and_keep_their_number_type() -> None:
@@ -142,19 +139,3 @@ def test_centroid_gradients_by_hand() -> None:
         share(centroids, indices, of).backward(gradient)
     assert centroids.grad is not None
     assert centroids.grad.tolist() == [5.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("action", "sentence"),
-    [
-        (lambda: kmeans(torch.tensor([1.0, math.inf]), 2), r"weights\[1\] is inf"),
-        (lambda: kmeans(torch.zeros(0), 2), "at least one float"),
-        (lambda: kmeans(torch.ones(3), 2, [1, 1]), "do not make up a vector of 3"),
-        (lambda: kmeans(torch.ones(3), 0), "0 centroids"),
-        (lambda: lloyd(torch.ones(3), torch.zeros(0)), "centroids is not a flat"),
-        (lambda: members(torch.tensor([3]), 2), "an index is 3"),
-    ],
-)
-def test_mistakes_are_named(action: Callable[[], object], sentence: str) -> None:
-    with pytest.raises(WeightError, match=sentence):
-        action()

@@ -14,7 +14,7 @@ from oracles import wfn as oracle
 from torch import Tensor
 from waiting import NoWaiting
 
-from pwfn import PAPER_FRACTIONS, WeightError
+from pwfn import PAPER_FRACTIONS
 from pwfn.fixing.candidates import candidates as pow2_candidates
 from pwfn.fixing.candidates import order
 from pwfn.lab.baselines import wfn_rounds as wfn
@@ -112,21 +112,6 @@ def test_an_empty_vector_and_a_fraction_already_met_change_nothing() -> None:
     assert wfn.fix_round(torch.zeros(0), torch.zeros(0, dtype=torch.bool), 1.0).steps == []
     weights = normal(10)
     assert wfn.fix_round(weights, ~none_fixed(weights), 1.0).steps == []
-
-
-@pytest.mark.parametrize(
-    ("weights", "fraction", "delta", "sentence"),
-    [
-        (torch.tensor([1.0, math.nan]), 1.0, 0.01, r"weights\[1\] is nan"),
-        (torch.ones(2, 2), 1.0, 0.01, "flatten"),
-        (torch.ones(2, dtype=torch.float16), 1.0, 0.01, "float16"),
-        (torch.ones(2), 1.5, 0.01, "fraction is 1.5"),
-        (torch.ones(2), 1.0, 1.0, "delta is 1.0"),
-    ],
-)
-def test_mistakes_are_named(weights: Tensor, fraction: float, delta: float, sentence: str) -> None:
-    with pytest.raises(WeightError, match=sentence):
-        wfn.fix_round(weights, none_fixed(weights), fraction, delta=delta)
 
 
 # Candidates
@@ -294,15 +279,6 @@ def test_pull_is_zero_where_there_is_nothing_to_pull() -> None:
         loss = term(weights)
         assert torch.autograd.grad(loss, weights)[0].tolist() == [0.0, 0.0]
         assert float(wfn.scaled(torch.tensor(2.0), loss).detach()) == 0.0
-
-
-def test_a_pull_that_cannot_be_is_refused() -> None:
-    with pytest.raises(WeightError, match="ascending"):
-        Pull(torch.tensor([0.5, 0.25]), torch.tensor([True]))
-    term = Pull(torch.tensor([0.5]), torch.tensor([True]))
-    for weights, sentence in ((torch.ones(2), "has 1 places"), (torch.ones(1).double(), "are torch.float32")):
-        with pytest.raises(WeightError, match=sentence):
-            term(weights)
 
 
 def test_scaled_term_is_the_ratio_of_the_task_loss_and_keeps_its_direction() -> None:

@@ -161,8 +161,8 @@ def test_weights_that_are_not_there_are_reported_once(tmp_path: Path) -> None:
 
 def test_the_papers_figures_are_those_printed() -> None:
     """Sums over the columns as printed: a typo in any one number shows."""
-    tables = paper._tables()["networks"]
-    assert [len(tables[name]) for name in paper.networks()] == [6, 6, 5, 6, 6, 2]
+    tables = paper.tables()["networks"]
+    assert [len(table) for table in tables.values()] == [6, 6, 5, 6, 6, 2]
     lines = [line for table in tables.values() for line in table.values()]
     assert sum(round(10 * line["top1"]) for line in lines) == 22862
     assert sum(round(10 * line.get("ensemble", 0)) for line in lines) == 8230

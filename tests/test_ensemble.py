@@ -29,7 +29,7 @@ from pwfn.evaluate.calibration import (
 )
 from pwfn.evaluate.ensemble import Score, ensemble, point
 from pwfn.lab.uncertainty.assess import Comparison, Rival, assess, split_in_half
-from pwfn.lab.uncertainty.file import assess_file
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.run.options import RunOptions, TrustOptions
 from pwfn.run.scores import evaluate_file
 from pwfn.zoo.models import digits_resnet
@@ -282,16 +282,6 @@ def test_the_split_is_half_and_half_and_always_the_same() -> None:
     assert 200 < int((split_in_half(1000)[0] < 500).sum()) < 300
 
 
-def test_with_calibration_data_all_test_examples_are_scored() -> None:
-    x, y = numbers(40, 4, seed=9), torch.arange(40) % CLASSES
-    table = assess(SMALL, network(), LOADER, calibration=batches(x, y), samples=3)
-    assert (table.examples, table.calibration_examples) == (50, 40)
-    model = SMALL.apply_to(network())
-    own, other = point(model, LOADER), point(model, batches(x, y))
-    assert table.row(Rival.POINT).nll == negative_log_likelihood(own.log_probabilities, Y)
-    assert table.row(Rival.POINT_TEMPERED).temperature == fit_temperature(other.log_probabilities, y)
-
-
 def test_rows_that_cannot_be_computed_are_left_out_with_a_note() -> None:
     table = assess(SMALL, network(), LOADER, samples=0)
     assert [row.rival for row in table.rows] == [Rival.POINT, Rival.POINT_TEMPERED]
@@ -303,12 +293,12 @@ def test_rows_that_cannot_be_computed_are_left_out_with_a_note() -> None:
 
 
 def test_comparisons_are_of_paired_differences() -> None:
-    table = assess(SMALL, network(), LOADER, original=network(3), samples=6, calibration=LOADER)
+    table = assess(SMALL, network(), LOADER, original=network(3), samples=6)
     assert [c.rival for c in table.comparisons] == list(Rival)[:4]
     for each in table.comparisons:
         losses = table.row(Rival.ENSEMBLE).losses - table.row(each.rival).losses
         assert each.difference == pytest.approx(table.row(Rival.ENSEMBLE).nll - table.row(each.rival).nll)
-        expected = math.sqrt(float((losses - losses.mean()).square().sum()) / 49 / 50)
+        expected = math.sqrt(float((losses - losses.mean()).square().sum()) / 24 / 25)
         assert each.standard_error == pytest.approx(expected, rel=1e-9)
     verdicts = [Comparison(Rival.POINT, *pair).verdict for pair in ((-0.3, 0.1), (0.3, 0.1), (0.2, 0.1))]
     assert verdicts == ["better", "worse", "no difference"]
@@ -523,8 +513,8 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "original.pt")
     posterior(model, 0.05).save(file, posterior="weight", record={"model": "digits_resnet"})
     options = RunOptions("", "digits", tmp_path, device="cpu")
-    facts, table = assess_file(
-        file,
+    facts, _ = evaluated(
+        [file],
         options,
         TrustOptions(
             samples=3,
@@ -537,12 +527,13 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
     )
     plain = evaluate_file(file, options, seed=2)
     assert {name: facts[name] for name in plain} == plain
-    assert [row.rival for row in table.rows] == list(Rival)
-    assert list(table.rows[0].auroc) == ["noise", "shift:rotate:90"]
-    assert "noise" in [note.split(":")[0] for note in table.notes]
-    assert table.sigma_scale == 0.5
-    written = json.loads((tmp_path / "uncertainty.json").read_text())
-    assert written == json.loads(json.dumps(table.to_dict())) == json.loads(json.dumps(facts["uncertainty"]))
-    assert table.row(Rival.POINT).accuracy_all == facts["after"]["metric"]
-    whole, _ = assess_file(file, options, TrustOptions(samples=3, seed=2))
+    table = facts["uncertainty"]
+    rows = {row["name"]: row for row in table["rows"]}
+    assert list(rows) == [rival.value for rival in Rival]
+    assert list(rows["original"]["auroc"]) == ["noise", "shift:rotate:90"]
+    assert "noise" in [note.split(":")[0] for note in table["notes"]]
+    assert table["sigma_scale"] == 0.5
+    assert json.loads((tmp_path / "uncertainty.json").read_text()) == json.loads(json.dumps(table))
+    assert rows["point estimate"]["accuracy_all"] == facts["after"]["metric"]
+    whole, _ = evaluated([file], options, TrustOptions(samples=3, seed=2))
     assert evaluate_file(file, options, samples=3, seed=2)["ensemble"] == whole["ensemble"]

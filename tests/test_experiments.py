@@ -417,6 +417,7 @@ def test_pages_are_written_and_found_stale(
     pages = {"uncertainty": "per byte", "imagenet": "none", "results": "none", "method": "none"}
     for page, name in pages.items():
         (archive.root / "docs" / f"{page}.md").write_text(block.format(name))
+    (archive.root / "README.md").write_text(block.format("none"))
     assert _call(archive, "docs") == 0
     assert _call(archive, "docs", "--check") == 0
     text = (archive.root / "docs" / "tables" / "page.md").read_text()

@@ -226,7 +226,7 @@ def options(place: Path, out: str = "run", **others: Any) -> RunOptions:
 
 def scored(place: Path, data: str, **asked: Any) -> tuple[dict[str, Any], str]:
     how = RunOptions("", f"{data.format(place)}", place / "run", "", device="cpu", workers=0)
-    facts, lines = evaluated(place / "run" / "model.pwfn", how, TrustOptions(**asked))
+    facts, lines = evaluated([place / "run" / "model.pwfn"], how, TrustOptions(**asked))
     return facts, "\n".join(lines)
 
 
@@ -284,7 +284,7 @@ def test_a_network_without_classes_is_measured_by_its_squared_error(place: Path)
     assert result.after.metric is None
     assert not result.after.agreement
     how = replace(options, out=Path(), weights="")
-    facts, lines = evaluated(place / "regression" / "model.pwfn", how, TrustOptions(original="random"))
+    facts, lines = evaluated([place / "regression" / "model.pwfn"], how, TrustOptions(original="random"))
     assert facts["after"]["loss"] == pytest.approx(result.after.loss)
     assert "agreement" not in "\n".join(lines)
     with pytest.raises(ConfigError, match=r"target\.max_drop is 2, but no accuracy is measured"):

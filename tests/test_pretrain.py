@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from pwfn import ConfigError, DataError, DivergedError
 from pwfn.config import Precision
 from pwfn.lab.pretrain import Epoch, Recipe, command, recipe_for, train, untrained
-from pwfn.lab.pretrain.augment import cutout, mixed
-from pwfn.lab.pretrain.loop import moving_average, optimizer_for, rise_and_fall
+from pwfn.lab.pretrain.loop import cutout, mixed, moving_average, optimizer_for, rise_and_fall
 from pwfn.zoo import data
 from pwfn.zoo.models import OWN, VisionTransformer, create, data_config, load_weights
 
@@ -244,7 +243,7 @@ def test_loaders_that_cannot_be_used() -> None:
 def test_every_own_network_has_a_recipe() -> None:
     for name in OWN:
         recipe = recipe_for(name)
-        assert Recipe(**json.loads(json.dumps(recipe.to_dict()))) == recipe
+        assert Recipe(**json.loads(json.dumps(asdict(recipe)))) == recipe
     with pytest.raises(ConfigError, match=r"^model 'cifar_resnet19' has no recipe .*did you mean 'cifar_"):
         recipe_for("cifar_resnet19")
 
@@ -320,7 +319,7 @@ def test_the_facts_of_a_training_as_json(train_command: Any, tmp_path: Path) -> 
     assert (facts["file"], facts["bytes"]) == (str(path), path.stat().st_size)
     assert (facts["device"], facts["epochs"], facts["classes"], facts["examples"]) == ("cpu", 1, 10, 128)
     changed = {"epochs": 1, "batch_size": 64, "learning_rate": 0.05, "precision": "bf16"}
-    assert facts["recipe"] == {**recipe_for("digits_resnet").to_dict(), **changed}
+    assert facts["recipe"] == {**asdict(recipe_for("digits_resnet")), **changed}
     assert float(load_weights(create("digits_resnet"), path)["top1"]) == facts["top1"]
 
 

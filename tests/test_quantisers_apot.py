@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_quantisers import normal
+from test_quantisers import codebook, normal
 from torch import Tensor
 
-from pwfn.errors import WeightError
 from pwfn.lab.quantisers.apot import ApotQuantiser, fitted_alpha, levels, nearest, normalised, quantise, terms
 
 ALL_BITS = range(2, 9)
@@ -28,7 +27,7 @@ def test_levels_by_hand(bits: int) -> None:
     for signed, expected in ((True, SIGNED[bits]), (False, UNSIGNED[bits])):
         own = levels(bits, signed=signed)
         assert own.tolist() == pytest.approx(expected, abs=1e-15)
-        book = ApotQuantiser(own, torch.tensor(2.0), signed).codebook().tolist()
+        book = codebook(ApotQuantiser(own, torch.tensor(2.0), signed)).tolist()
         mirrored = [-2 * value for value in expected[:0:-1]] if signed else []
         assert book == pytest.approx(mirrored + [2 * value for value in expected])
 
@@ -82,7 +81,7 @@ def test_quantising_again_changes_nothing(bits: int, signed: bool) -> None:
         ApotQuantiser(levels(bits, signed=signed), torch.tensor(1.3), signed),
     )
     once = quantiser(x)
-    assert torch.isin(once, quantiser.codebook()).all()  # to the last bit
+    assert torch.isin(once, codebook(quantiser)).all()  # to the last bit
     assert torch.equal(quantiser(once), once)
 
 
@@ -134,8 +133,6 @@ def test_an_alpha_that_fell_below_zero_gives_numbers_and_can_come_back() -> None
     weight = normal(127)
     quantiser = ApotQuantiser(levels(4, signed=True), torch.tensor(-1.0), True, normalise=True)
     out = quantiser(weight)
-    assert torch.isin(out, quantiser.codebook(weight)).all()
+    assert torch.isin(out, codebook(quantiser, weight)).all()
     (found,) = torch.autograd.grad((out - weight).square().sum(), quantiser.alpha)
     assert found.item() < 0
-    with pytest.raises(WeightError, match="empty"):
-        quantiser(torch.zeros(0))

@@ -12,7 +12,7 @@ from waiting import NoWaiting
 from pwfn import Config, compress
 from pwfn.lab.baselines.quantised import Quantised
 from pwfn.lab.quantisers import ApotQuantiser, LsqQuantiser, PartsQuantiser
-from pwfn.lab.quantisers.together import LsqTogether, Part, parts_of
+from pwfn.lab.quantisers.lsq import LsqTogether, Part, parts_of
 from pwfn.zoo.models import VisionTransformer
 
 CPU = torch.device("cpu")

@@ -66,9 +66,10 @@ def test_it_is_one_page_with_one_table_that_fits_the_screen() -> None:
 
 def test_its_table_is_that_of_the_result_files() -> None:
     import readme_table
+    import results
 
-    assert readme_table.with_table(README) == README
-    assert README.count(readme_table.table()) == 1
+    assert results.with_block(README, "table", readme_table.table()) == README
+    assert README.count("\n".join(readme_table.table())) == 1
 
 
 def test_its_picture_is_small_and_is_drawn_by_the_command(tmp_path: Path) -> None:

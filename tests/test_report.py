@@ -28,7 +28,7 @@ from pwfn.config.changes import Settings
 from pwfn.evaluate.entropy import Pool
 from pwfn.evaluate.inspect import inspect
 from pwfn.lab.costs import cost_sheet
-from pwfn.lab.uncertainty.file import assess_file
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.report import write
 from pwfn.report.figures import style
 from pwfn.report.figures.accuracy import calibration_error
@@ -54,7 +54,7 @@ def make_run(folder: Path, config: Config | None = None) -> Path:
     run(options, (config or Config()).override(SHORT))
     scored = RunOptions("", "digits", folder, "", device="cpu")
     asked = TrustOptions(samples=2, ood=("noise",), out=folder / "uncertainty.json")
-    assess_file(folder / "model.pwfn", scored, asked)
+    evaluated([folder / "model.pwfn"], scored, asked)
     return folder
 
 
@@ -347,11 +347,11 @@ def test_the_cost_sheet_is_that_of_the_network(folder: Path, text: str) -> None:
     path = folder / "model.pwfn"
     sheet = cost_sheet(load(path), models.digits_resnet(), torch.zeros(1, 1, 8, 8), file=path)
     products = {row[0][0]: int(row[1][1] or 0) for row in cells(text, "What becomes of ")}
-    assert products["a shift"] == sheet.whole.shift_macs
-    assert sum(products.values()) == sheet.whole.macs + sheet.whole.uncompressed_macs
+    assert products["a shift"] == sheet.shift_macs
+    assert sum(products.values()) == sheet.macs + sheet.uncompressed_macs
     energy = cells(text, "Energy, estimated")
-    assert [row[5][0] for row in energy] == [f"{e.energy_microjoules:.3f}" for e in sheet.whole.energy]
-    read = [sheet.whole.traffic.of(each.storage) for each in sheet.whole.energy]
+    assert [row[5][0] for row in energy] == [f"{e.energy_microjoules:.3f}" for e in sheet.energy]
+    read = [sheet.bytes_read[each.storage] for each in sheet.energy]
     assert [int(row[2][1] or 0) for row in energy] == read
     assert energy[0][6][0] == "100.0%"
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pwfn import Config, GaussianNetwork, compress, fix_round, load
-from pwfn.lab.baselines import kmeans_clusters as kmeans
+from pwfn.lab.baselines import kmeans
 from pwfn.lab.baselines import wfn_rounds as wfn
 from pwfn.zoo.models import digits_resnet
 

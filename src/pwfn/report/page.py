@@ -15,7 +15,7 @@ from pwfn.config.changes import Settings
 from pwfn.errors import FileError, PwfnError, cause
 from pwfn.evaluate.targets import pareto
 from pwfn.export.command import input_sizes
-from pwfn.lab.costs import MOST_TERMS, Cost, Storage, cost_sheet
+from pwfn.lab.costs import MOST_TERMS, CostSheet, Storage, cost_sheet
 from pwfn.report import formats
 from pwfn.report.figures import figures, sigma, style
 from pwfn.report.figures.accuracy import reliability
@@ -191,27 +191,27 @@ def _costs(run: RunData, model: str | None, shape: tuple[int, ...] | None) -> di
         return {"trouble": str(error)}
     return {
         "trouble": "",
-        "products": [(kind, n) for kind, n in _products(sheet.whole).items() if n],
+        "products": [(kind, n) for kind, n in _products(sheet).items() if n],
         "energy": [
             (
                 each.arithmetic.replace("_", " "),
                 FORMATS[each.storage],
-                sheet.whole.traffic.of(each.storage),
+                sheet.bytes_read[each.storage],
                 each,
             )
-            for each in sheet.whole.energy
+            for each in sheet.energy
         ],
         "assumptions": sheet.assumptions,
     }
 
 
-def _products(whole: Cost) -> dict[str, int]:
-    kinds = {"left out: times 0": whole.skipped_macs, "a shift": whole.shift_macs}
+def _products(sheet: CostSheet) -> dict[str, int]:
+    kinds = {"left out: times 0": sheet.skipped_macs, "a shift": sheet.shift_macs}
     for order in range(2, MOST_TERMS + 1):
         plural = "s" if order > 2 else ""
-        kinds[f"{order} shifts, {order - 1} addition{plural}"] = whole.macs_by_order.get(order, 0)
-    kinds["still a multiplication"] = whole.multiplied_macs
-    kinds["without a compressed weight"] = whole.uncompressed_macs
+        kinds[f"{order} shifts, {order - 1} addition{plural}"] = sheet.macs_by_order.get(order, 0)
+    kinds["still a multiplication"] = sheet.multiplied_macs
+    kinds["without a compressed weight"] = sheet.uncompressed_macs
     return kinds
 
 

@@ -13,10 +13,12 @@ from typing import Any
 from pwfn.errors import PwfnError, cause
 
 
-def user_function(spec: str, error: type[PwfnError]) -> tuple[Path, Callable[..., Any]]:
+def user_function(
+    spec: str, error: type[PwfnError], kind: str = "function"
+) -> tuple[Path, Callable[..., Any]]:
     """Run the file that ``python:FILE:FUNCTION`` names, and return its path and the function.
 
-    The last colon separates the two. A mistake raises ``error``.
+    The last colon separates the two. A mistake raises ``error``. ``kind`` may be "class" instead.
 
     >>> user_function("python:nowhere.py:make", PwfnError)
     Traceback (most recent call last):
@@ -24,7 +26,7 @@ def user_function(spec: str, error: type[PwfnError]) -> tuple[Path, Callable[...
     """
     file, _, name = spec.removeprefix("python:").rpartition(":")
     if not file or not name:
-        raise error(f"{spec}: allowed is python:FILE:FUNCTION")
+        raise error(f"{spec}: allowed is python:FILE:{kind.upper()}")
     path = Path(file).expanduser()
     try:
         source = path.read_bytes()
@@ -41,6 +43,7 @@ def user_function(spec: str, error: type[PwfnError]) -> tuple[Path, Callable[...
     function = getattr(module, name, None)
     if callable(function):
         return path, function
-    known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+    is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+    known = [key for key, value in vars(module).items() if is_kind(value)]
     near = difflib.get_close_matches(name, known, n=1)
-    raise error(f"{path}: has no function {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+    raise error(f"{path}: has no {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from pwfn.lab.activations.attach import attach, capturing, describe, observing
 from pwfn.lab.activations.attention import similarity_distance
-from pwfn.lab.activations.plan import ActivationKind, plan, plan_capture
+from pwfn.lab.activations.plan import END_BITS, ActivationKind, plan, plan_capture
 
 __all__ = [
+    "END_BITS",
     "ActivationKind",
     "attach",
     "capturing",

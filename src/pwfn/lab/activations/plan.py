@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -16,7 +17,7 @@ from pwfn.layout import Entry, Kind, Layout
 from pwfn.layout.coverage import is_hf_conv1d
 
 END_BITS = 8
-"""Bits of the inputs of the first and the last layer, as in the papers of the methods."""
+"""Bits of the first and the last layer, weights and inputs, as in the papers of the methods."""
 
 
 class ActivationKind(StrEnum):
@@ -66,11 +67,8 @@ class Description:
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON-compatible values."""
-        return {
-            "kind": str(self.kind),
-            "inputs": [asdict(row) for row in self.inputs],
-            "attention": [asdict(row) for row in self.attention],
-        }
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # lists instead of tuples
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Description:
@@ -118,12 +116,7 @@ def _row(cls: type[_Row], row: Any, where: str) -> _Row:
 
 
 def plan(
-    model: nn.Module,
-    layout: Layout,
-    kind: ActivationKind,
-    bits: int | None,
-    *,
-    include_ends: bool = False,
+    model: nn.Module, layout: Layout, kind: ActivationKind, bits: int | None, *, include_ends: bool = False
 ) -> dict[str, Any]:
     """A description for :func:`attach`: the input of every convolution and linear layer in ``bits`` bits.
 

@@ -74,6 +74,8 @@ class ActivationQuantiser(nn.Module):
     def start(self, x: Tensor) -> None:
         """Take the starting values from a batch, in place: an optimizer may already hold the parameters."""
         self.observing = False
+        if x.numel() == 0:
+            raise WeightError(f"the first batch gave an empty tensor {tuple(x.shape)}: pass a larger one")
         signed = self.signed if self.signed is not None else bool((x < 0).any())
         for name, value in self._starting_values(x, signed).items():
             self.quantiser.get_parameter(name).copy_(value)

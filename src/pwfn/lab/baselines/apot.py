@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pwfn.bayes.method import register
-from pwfn.lab.activations import ActivationKind
-from pwfn.lab.baselines.quantised import END_BITS, Codebooks, Quantised
+from pwfn.lab.activations import END_BITS, ActivationKind
+from pwfn.lab.baselines.quantised import Codebooks, Quantised
 from pwfn.lab.quantisers import ApotQuantiser, LsqQuantiser
 from pwfn.layout import Entry
 
@@ -21,8 +21,8 @@ class Apot(Quantised):
     >>> from pwfn.config import Config
     >>> config = Config(method="apot", options={"include_ends": True, "bits": 3})
     >>> net = Apot(nn.Linear(8, 4), config)
-    >>> len(net.quantisers[0].codebook(net.latent.detach()))
-    7
+    >>> net.quantisers[0].levels.tolist()
+    [0.0, 0.25, 0.5, 1.0]
     """
 
     activation_kind = ActivationKind.APOT

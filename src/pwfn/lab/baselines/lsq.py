@@ -19,8 +19,8 @@ class Lsq(Quantised):
 
     >>> from pwfn.config import Config
     >>> net = Lsq(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)), Config(method="lsq"))
-    >>> [len(q.codebook()) for q in net.quantisers]
-    [256, 16, 256]
+    >>> [net.bits_of(entry) for entry in net.layout.entries]
+    [8, 4, 8]
     """
 
     activation_kind = ActivationKind.LSQ

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from pwfn.bayes.method import register
 from pwfn.lab.activations import ActivationKind
 from pwfn.lab.baselines.quantised import Codebooks, Quantised
-from pwfn.lab.quantisers import LsqPlusQuantiser
+from pwfn.lab.quantisers import Codes, LsqQuantiser, lsqplus
 from pwfn.layout import Entry
 
 
@@ -34,4 +34,5 @@ class LsqPlus(Quantised):
 
     def quantiser(self, entry: Entry, weight: Tensor) -> nn.Module:
         """LSQ's, from LSQ+'s starting step."""
-        return LsqPlusQuantiser.for_weights(weight, self.bits_of(entry), self.axis_of(entry))
+        bits, axis = self.bits_of(entry), self.axis_of(entry)
+        return LsqQuantiser(lsqplus.initial_step(weight, bits, axis), Codes.of(bits, signed=True), axis)

@@ -17,13 +17,10 @@ from pwfn.errors import ConfigError, WeightError
 from pwfn.file.compressed import ATTACHED, Compressed
 from pwfn.fixing.record import FixRecord
 from pwfn.lab import activations
-from pwfn.lab.activations import ActivationKind
+from pwfn.lab.activations import END_BITS, ActivationKind
 from pwfn.lab.baselines.baseline import NO_FINISH, PLAIN_STEPS
-from pwfn.lab.quantisers.together import LsqTogether, parts_of
+from pwfn.lab.quantisers.lsq import LsqTogether, parts_of
 from pwfn.layout import Entry, Layout, held, untouched
-
-END_BITS = 8
-"""Of the first and the last layer, as in the methods' papers."""
 
 TRAINED: dict[str, Any] = {
     # One phase and one optimiser for the whole run. There is no noise to re-estimate statistics after, and
@@ -93,8 +90,9 @@ class Quantised(Method):
         )
         self._is_final = False
         self._at_once: LsqTogether | None = None  # made where the weights are
-        description = self.attached(model)
-        if description is not None:
+        bits, ends = self.options.activation_bits, self.options.include_ends
+        if bits is not None or self.activation_kind is ActivationKind.QVIT:  # which rectifies in any case
+            description = activations.plan(model, self.layout, self.activation_kind, bits, include_ends=ends)
             activations.attach(self.model, description)
 
     def own_codebooks(self) -> Codebooks:
@@ -104,16 +102,6 @@ class Quantised(Method):
     @abstractmethod
     def quantiser(self, entry: Entry, weight: Tensor) -> nn.Module:
         """The quantiser of one tensor of weights, with starting values from it."""
-
-    def attached(self, model: nn.Module) -> dict[str, Any] | None:
-        """What is put into the model: quantisers of activations, if they are wanted."""
-        if self.options.activation_bits is None:
-            return None
-        return self._activation_plan(model)
-
-    def _activation_plan(self, model: nn.Module) -> dict[str, Any]:
-        bits, ends = self.options.activation_bits, self.options.include_ends
-        return activations.plan(model, self.layout, self.activation_kind, bits, include_ends=ends)
 
     def is_end(self, entry: Entry) -> bool:
         """Whether a tensor has the 8 bits of a first or last layer."""
@@ -127,8 +115,9 @@ class Quantised(Method):
         """The axis along which every channel has a codebook; None: one for the tensor."""
         return None if self.codebooks is Codebooks.LAYER else entry.output_axis
 
+    @torch.no_grad()
     def start(self, probe: DataProbe) -> None:
-        """Quantisers of activations take their starting values from a batch."""
+        """Rectifications and quantisers of activations take their starting values from a batch."""
         if hasattr(self.model, ATTACHED):
             with activations.observing(self.model):
                 probe.through(self)

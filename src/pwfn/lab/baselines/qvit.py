@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.method import DataProbe, register
+from pwfn.bayes.method import register
 from pwfn.config import Config
 from pwfn.lab import activations
 from pwfn.lab.activations import ActivationKind
@@ -71,15 +71,6 @@ class QVit(Quantised):
         if heads is None:
             return LsqQuantiser.for_weights(weight, self.bits_of(entry), self.axis_of(entry))
         return PartsQuantiser(weight, self.bits_of(entry), *heads)
-
-    def attached(self, model: nn.Module) -> dict[str, Any] | None:
-        """Rectification in any case, and quantisers of activations if they are wanted."""
-        return self._activation_plan(model)
-
-    def start(self, probe: DataProbe) -> None:
-        """Rectifications and quantisers of activations start from a batch; the teacher is not asked yet."""
-        with torch.no_grad():
-            super().start(probe)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own; in training the teacher sees the same, and the distance to it is kept."""

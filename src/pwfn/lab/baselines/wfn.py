@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.bayes.method import Method, WeightState, register
+from pwfn.bayes.network import check_finite
 from pwfn.config import Config, Number, Section, setting
 from pwfn.errors import WeightError
 from pwfn.file.compressed import Compressed
 from pwfn.fixing.record import FixRecord, relative_moves
 from pwfn.lab.baselines.baseline import PLAIN_STEPS
-from pwfn.lab.baselines.wfn_rounds import Pull, codebook, fix_round, scaled
+from pwfn.lab.baselines.wfn_rounds import Pull, fix_round, scaled
 from pwfn.layout import held, untouched
 
 
@@ -25,9 +26,7 @@ class WfnOptions(Section):
 
     _name = "options"
     delta: float = setting(
-        0.015,
-        Number(0, 0.5, above_low=True),
-        "mean relative distance that a cluster may move",
+        0.015, Number(0, 0.5, above_low=True), "mean relative distance that a cluster may move"
     )
     omega_max: int = setting(20, Number(0, 30, whole=True), "order at which delta doubles instead")
     ratio: float = setting(0.4, Number(0), "the pull to the centres, as a fraction of the task loss")
@@ -76,13 +75,14 @@ class Wfn(Method):
         if wfn.ratio == 0 or not self.free_weight.requires_grad:
             return None
         if self._pull is None:
-            centres = codebook(self.fixed_weight, self.fixed)
+            centres = self.fixed_weight[self.fixed].unique()
             self._pull = Pull(centres, ~self.fixed, wfn.temperature, wfn.nearest)
         return scaled(loss, self._pull(self.free_weight), wfn.ratio)
 
     def fix(self, fraction: float) -> FixRecord:
         """Fix weights up to the fraction."""
         wfn, before = self.options, self.weight.detach()
+        check_finite(before, self.layout, "weight")
         result = fix_round(before, self.fixed, fraction, delta=wfn.delta, omega_max=wfn.omega_max)
         new = result.fixed & ~self.fixed
         moves = relative_moves(before[new], result.weights[new])

@@ -54,8 +54,6 @@ def grid_size(largest: float, d: float) -> int:
     >>> grid_size(0.07, 1 / 3)
     4
     """
-    if not (math.isfinite(largest) and 0 < d < 1):
-        raise WeightError(f"largest is {largest!r} and d is {d!r}: use a finite number and 0 < d < 1")
     steps = math.log(max((1 - d) * largest / SMALLEST, 1.0)) / math.log((1 + d) / (1 - d))
     # Rounding of the logarithms must not add a point if the last one is just within d.
     size = math.ceil(steps - 1e-9) + 1
@@ -132,7 +130,6 @@ def fix_round(
     >>> done.weights[done.fixed].tolist(), [(step.centre, step.count) for step in done.steps]
     ([0.5, 0.5], [(0.5, 2)])
     """
-    _check(weights, fixed, fraction, delta)
     weights = weights.detach().clone(memory_format=torch.contiguous_format)
     fixed = fixed.clone()
     steps: list[FixStep] = []
@@ -157,15 +154,6 @@ def fix_round(
     return WfnResult(weights, fixed, steps)
 
 
-def codebook(weights: Tensor, fixed: Tensor) -> Tensor:
-    """The centres chosen so far, ascending: the unique values of the fixed weights.
-
-    >>> codebook(torch.tensor([0.5, -0.25, 0.5, 0.3]), torch.tensor([True, True, True, False])).tolist()
-    [-0.25, 0.5]
-    """
-    return weights.detach()[fixed].unique()
-
-
 class Pull:
     """Mean softmin-weighted distance of the free weights to the centres, differentiable in w.
 
@@ -180,14 +168,8 @@ class Pull:
     out are farther than the nearest one by m or more, they change ``L_i`` by at most
     ``K exp(-m / temperature) max_j D_ij``; a dense codebook has many within ``m = 0.1``.
 
-    Create one per round, when centres and free weights are known. A call has fixed shapes and never waits
-    for the device, so it can be captured in a CUDA graph.
-
-    Args:
-        centres: ascending, as :func:`codebook` returns them.
-        free: flat mask of the weights that count, on the device of the centres.
-        temperature: of the softmin, above 0.
-        nearest: how many centres each weight sees.
+    ``centres`` are the unique values of the fixed weights, ascending, and ``free`` is the mask of the weights
+    that count. A call has fixed shapes and never waits for the device: a CUDA graph can capture it.
 
     >>> term = Pull(torch.tensor([0.4], dtype=torch.float64), torch.tensor([True, True, False]))
     >>> w = torch.tensor([0.5, 0.2, 0.7], dtype=torch.float64, requires_grad=True)
@@ -200,9 +182,6 @@ class Pull:
     def __init__(
         self, centres: Tensor, free: Tensor, temperature: float = 0.05, nearest: int | None = None
     ) -> None:
-        if centres.dim() != 1 or bool((centres.diff() <= 0).any()):
-            raise WeightError("the centres are not a flat, ascending list of unique numbers: sort them first")
-        self._length = free.numel()
         self._temperature = temperature
         count = min(nearest or centres.numel(), centres.numel())
         at = torch.nonzero(free).squeeze(1)
@@ -217,28 +196,17 @@ class Pull:
 
     def __call__(self, weights: Tensor) -> Tensor:
         """``L`` of the whole vector, of which only the free weights are read."""
-        if weights.shape != (self._length,) or weights.dtype != self._windows.dtype:
-            raise WeightError(
-                f"weights is {weights.dtype} of shape {tuple(weights.shape)}: the mask has {self._length} "
-                f"places and the centres are {self._windows.dtype}"
-            )
-        value, gradient = self._value_and_gradient(weights.detach())
-        return with_gradients(value, (weights, gradient))
-
-    def _value_and_gradient(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """``L`` and ``dL/dw``; the weights are detached."""
         gradient = torch.zeros_like(weights)
         total = weights.new_zeros((), dtype=torch.float64)
-        if self._at.numel() == 0:
-            return total.to(weights.dtype), gradient
-        slopes = []
-        for part in weights[self._at].split(self._block):
-            counted = part.abs() >= SMALLEST
-            value, slope = self._of_each(torch.where(counted, part, 1.0))
-            total += torch.where(counted, value, 0.0).sum(dtype=torch.float64)
-            slopes.append(torch.where(counted, slope, 0.0))
-        gradient[self._at] = torch.cat(slopes).div_(self._size)
-        return (total / self._size).to(weights.dtype), gradient
+        if self._at.numel():
+            slopes = []
+            for part in weights.detach()[self._at].split(self._block):
+                counted = part.abs() >= SMALLEST
+                value, slope = self._of_each(torch.where(counted, part, 1.0))
+                total += torch.where(counted, value, 0.0).sum(dtype=torch.float64)
+                slopes.append(torch.where(counted, slope, 0.0))
+            gradient[self._at] = torch.cat(slopes).div_(self._size)
+        return with_gradients((total / self._size).to(weights.dtype), (weights, gradient))
 
     def _of_each(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """``L_i`` and ``dL_i/dw_i`` of each weight, over the centres in its window."""
@@ -339,19 +307,3 @@ def _slice(values: Tensor, centre: float, reach: float) -> tuple[int, int]:
         low, high = min(ends), max(ends)
     bounds = values.new_tensor([low, high])
     return int(torch.searchsorted(values, bounds[0])), int(torch.searchsorted(values, bounds[1], right=True))
-
-
-def _check(weights: Tensor, fixed: Tensor, fraction: float, delta: float) -> None:
-    if weights.dim() != 1 or weights.shape != fixed.shape or weights.device != fixed.device:
-        raise WeightError("weights and fixed are not flat tensors of one length on one device: flatten both")
-    if weights.dtype not in (torch.float32, torch.float64) or fixed.dtype != torch.bool:
-        raise WeightError(
-            f"weights is {weights.dtype} and fixed is {fixed.dtype}: use float32 or float64, and bool"
-        )
-    if not 0 <= fraction <= 1 or not 0 < delta < 1:
-        raise WeightError(
-            f"fraction is {fraction!r} and delta is {delta!r}: use 0 <= fraction <= 1 and 0 < delta < 1"
-        )
-    if not bool(torch.isfinite(weights).all()):
-        place = int(torch.nonzero(~torch.isfinite(weights))[0])
-        raise WeightError(f"weights[{place}] is {float(weights[place])}: every weight must be finite")

@@ -121,8 +121,8 @@ def measure(run: Run, folder: Path, *, device: str | None, commit: str | None) -
         "label": run.label,
         "preset": run.row.preset or "recommended",
         "seed": run.seed,
-        "top1_start": _metric(facts["before"]),
-        "top1": _metric(facts["after"]),
+        "top1_start": (facts["before"] or {}).get("metric"),
+        "top1": (facts["after"] or {}).get("metric"),
         "top1_ensemble": drawn,
         "samples": run.plan.samples,
         "entropy_bits": summary.whole.entropy_bits,
@@ -206,10 +206,6 @@ def _values(compressed: Compressed, layout: Layout, file: Path) -> Tensor:
     if missing:
         raise FileError(f"{file}: has no {missing[0]}, which the network has: it is of another network")
     return torch.cat([state[entry.name].to(layout.dtype).reshape(-1) for entry in layout.entries])
-
-
-def _metric(scores: Mapping[str, Any] | None) -> float | None:
-    return scores["metric"] if scores is not None else None
 
 
 def ensemble_accuracy(file: Path, run: Run, device: str | None) -> float:

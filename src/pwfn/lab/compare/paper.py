@@ -1,7 +1,4 @@
-"""The paper's own figures (ImageNet), as printed in its tables. They are shown for reference.
-
-They are in ``paper.toml``, with their source.
-"""
+"""The paper's own figures (ImageNet), as printed in its tables, for reference: ``paper.toml``."""
 
 from __future__ import annotations
 
@@ -34,28 +31,14 @@ class PaperLine:
 
 
 @cache
-def _tables() -> dict[str, Any]:
-    text = resources.files("pwfn.lab.compare").joinpath("paper.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+def tables() -> dict[str, Any]:
+    """The content of ``paper.toml``: source and data of the figures, networks, epochs and bits.
 
-
-def source() -> str:
-    """Where the figures are from."""
-    return str(_tables()["source"])
-
-
-def data() -> str:
-    """The data set of the paper's table."""
-    return str(_tables()["data"])
-
-
-def networks() -> list[str]:
-    """The networks of the paper's table.
-
-    >>> networks()
+    >>> list(tables()["networks"])
     ['ResNet-18', 'ResNet-34', 'ResNet-50', 'DeiT-Small', 'DeiT-Tiny', 'DenseNet161']
     """
-    return list(_tables()["networks"])
+    text = resources.files("pwfn.lab.compare").joinpath("paper.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 def line(network: str, method: str) -> PaperLine | None:
@@ -67,7 +50,7 @@ def line(network: str, method: str) -> PaperLine | None:
     >>> line("ResNet-50", "APoT") is None
     True
     """
-    lines = _tables()["networks"][network]
+    lines = tables()["networks"][network]
     if method not in lines:
         return None
     inner = lines.get(method + WITHOUT_ENDS, {})
@@ -76,6 +59,6 @@ def line(network: str, method: str) -> PaperLine | None:
         **lines[method],
         inner_entropy_bits=inner.get("entropy_bits"),
         inner_unique=inner.get("unique"),
-        epochs=_tables()["epochs"].get(method),
-        bits=_tables()["bits"].get(method),
+        epochs=tables()["epochs"].get(method),
+        bits=tables()["bits"].get(method),
     )

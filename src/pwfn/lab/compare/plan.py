@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,9 +224,8 @@ _Kind = TypeVar("_Kind", Plan, Network, Row)
 
 def _section(kind: type[_Kind], table: Mapping[str, Any], where: str, others: tuple[str, ...] = ()) -> _Kind:
     """A block of the description, checked key by key."""
-    given: dict[str, dataclasses.Field[Any]] = {
-        item.name: item for item in dataclasses.fields(kind) if item.name in _CHECKS
-    }
+    # The first field of each block, and only that, has no default.
+    given: list[str] = [item.name for item in fields(kind) if item.name in _CHECKS]
     checked: dict[str, Any] = {}
     for key, value in table.items():
         if key not in given:
@@ -238,10 +236,8 @@ def _section(kind: type[_Kind], table: Mapping[str, Any], where: str, others: tu
         checked[key] = tuple(value) if isinstance(value, list) else value
     if "settings" in checked:
         checked["settings"] = flat(checked["settings"])
-    for name, item in given.items():
-        no_default = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if no_default and name not in checked:
-            raise ConfigError(f"{where}{name} is missing: add {name} = …")
+    if given[0] not in checked:
+        raise ConfigError(f"{where}{given[0]} is missing: add {given[0]} = …")
     return kind(**checked)
 
 
@@ -251,8 +247,8 @@ def _check(plan: Plan) -> None:
     for number, network in enumerate(plan.networks, 1):
         if slug(network.name) in map(slug, names[: number - 1]):
             raise ConfigError(f"model {number}: {network.name!r} is there twice: name each network once")
-        if network.paper is not None and network.paper not in paper.networks():
-            near = hint(network.paper, paper.networks())
+        if network.paper is not None and network.paper not in (known := paper.tables()["networks"]):
+            near = hint(network.paper, known)
             raise ConfigError(
                 f"model {number}: paper is {network.paper!r}, no network of the paper's table{near}"
             )

@@ -110,7 +110,7 @@ class Table:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "source_of_paper": paper.source()}
+        return {**asdict(self), "source_of_paper": paper.tables()["source"]}
 
 
 def make_table(plan: Plan, results: Mapping[str, Mapping[str, Any]], notes: Mapping[str, str]) -> Table:
@@ -163,11 +163,11 @@ def lines(table: Table) -> list[str]:
         text += [*markdown(HEADS, [cells(line) for line in part.lines], (0, 1)), ""]
         printed = [paper_cells(line.label, line.paper) for line in part.lines if line.paper is not None]
         if printed:
-            text += [f"In the paper ({paper.data()}, {part.paper}; not measured here):", ""]
+            text += [f"In the paper ({paper.tables()['data']}, {part.paper}; not measured here):", ""]
             text += [*markdown(PAPER_HEADS, printed, (0, 1, 2)), ""]
     text.append(legend(table.holdout, table.samples))
     if any(line.paper for part in table.parts for line in part.lines):
-        text += ["", f"Source of the paper's figures: {paper.source()}."]
+        text += ["", f"Source of the paper's figures: {paper.tables()['source']}."]
     if table.measured_on:
         made = f" Commits: {', '.join(table.commits)}." if table.commits else ""
         text += ["", f"Measured on: {'; '.join(table.measured_on)}.{made}"]

@@ -37,9 +37,7 @@ class Products(NamedTuple):
     uncompressed: int  # without a compressed weight
 
 
-def count_products(
-    compressed: Compressed, model: nn.Module, example: Example, *, batch_axis: int = 0
-) -> Products:
+def count_products(compressed: Compressed, model: nn.Module, example: Example) -> Products:
     """Count in one forward pass of a dense model in evaluation mode; the values of its weights do not matter.
 
     A weight of a convolution takes part in one product per output position (of a transposed convolution:
@@ -55,7 +53,7 @@ def count_products(
     entries = len(compressed.layout.entries)
     counter = _Counter(_codes(compressed, model), 1 + _ORDERS * entries)
     with _decomposed_attention(), evaluating(model), torch.no_grad():
-        _run(model, example, batch_axis, counter)
+        _run(model, example, counter)
     counts = counter.counts[1:]
     return Products(
         tuple({order: n for order, n in enumerate(row) if n} for row in counts.view(entries, -1).tolist()),
@@ -161,17 +159,14 @@ def _decomposed_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _run(model: nn.Module, example: Example, batch_axis: int, counter: _Counter) -> None:
+def _run(model: nn.Module, example: Example, counter: _Counter) -> None:
     args = example if isinstance(example, tuple) else () if isinstance(example, Mapping) else (example,)
     kwargs = example if isinstance(example, Mapping) else {}
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     if first is None:
         raise DataError("the example has no tensor: pass what the model takes, as a batch of one")
-    if first.dim() <= batch_axis or first.shape[batch_axis] != 1:
-        raise DataError(
-            f"the example is {tuple(first.shape)}, and its axis {batch_axis} is not a batch of one: pass "
-            "x[:1], or batch_axis= where the batch is another"
-        )
+    if first.shape[:1] != (1,):
+        raise DataError(f"the example is {tuple(first.shape)}, and not a batch of one: pass x[:1]")
     try:
         with counter:
             model(*args, **kwargs)

@@ -1,44 +1,126 @@
-"""The cost sheet: products counted in one forward pass, bytes read, energy estimated."""
+"""The cost sheet: products counted in one forward pass, bytes read, and an estimate of the energy."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
+from pwfn.errors import FileError
 from pwfn.file.compressed import Compressed
-from pwfn.lab.costs.energy import ASSUMPTIONS, MOST_TERMS, Energy, EnergyFigures, energies
+from pwfn.file.format import Reader
 from pwfn.lab.costs.products import Example, count_products
-from pwfn.lab.costs.traffic import Storage, Traffic, traffic_of, untouched_bytes
 from pwfn.layout import Kind
 
-_NAMED = 8  # weights in a line of text
-_STORED = {
-    Storage.FP32: "fp32",
-    Storage.INT8: "int8",
-    Storage.INDICES: "indices of a fixed number of bits",
-    Storage.CODED: "entropy-coded, as in a file",
-}
+MOST_TERMS = 4
+"""A weight that needs more powers of two stays a multiplication: candidates have order 4 at most."""
 
 
-@dataclass(frozen=True, repr=False)
-class Cost:
-    """Of one layer or of the whole network: products of one inference, bytes of weights, and energy."""
+class Storage(StrEnum):
+    """How the weights are stored in memory."""
 
-    name: str  # of the layer; empty for the model itself and for the whole network
-    layer_type: str
-    weights: int
+    FP32 = "fp32"
+    INT8 = "int8"
+    INDICES = "indices"
+    CODED = "coded"
+
+
+class Arithmetic(StrEnum):
+    """How a product with a weight is computed."""
+
+    FP32 = "fp32"
+    INT8 = "int8"
+    FLOAT_SHIFTS = "float_shifts"  # activations stay fp32: a shift is an addition to the exponent
+    FIXED_SHIFTS = "fixed_shifts"  # activations are 32-bit integers
+
+
+PAIRS = (
+    (Arithmetic.FP32, Storage.FP32),
+    (Arithmetic.INT8, Storage.INT8),
+    (Arithmetic.FLOAT_SHIFTS, Storage.INDICES),
+    (Arithmetic.FLOAT_SHIFTS, Storage.CODED),
+    (Arithmetic.FIXED_SHIFTS, Storage.INDICES),
+    (Arithmetic.FIXED_SHIFTS, Storage.CODED),
+)
+"""The combinations for which the energy is estimated."""
+
+ASSUMPTIONS = (
+    "one example at a time; every weight and every uncompressed tensor is read from DRAM once, however "
+    "often it is used",
+    "not counted: activations and caches, biases' additions, normalisation, softmax, other element-wise "
+    "functions, control, leakage, and decoding of indices",
+    "products with the zeros of padding count, as in other counts of multiply-accumulates",
+    "a weight that is 0 costs nothing; one that is a sum of n powers of two, n at most 4, costs n shifts "
+    "and n additions, the last to the accumulator; any other costs a multiplication",
+    "float shifts: activations and sums are fp32, as where accuracy is measured; a shift is an 8-bit "
+    "addition to the exponent",
+    "fixed shifts and int8: activations are 32-bit and 8-bit integers, sums 32-bit; the effect on accuracy "
+    "is not known here",
+    "products without a compressed weight (attention scores, layers left out) are fp32 everywhere",
+    "energy of one operation: 45 nm, 0.9 V (Horowitz 2014), for DRAM the lower end of its range, which "
+    "favours small weights least; for a shift, which it does not list, ShiftAddNet (You et al. 2020)",
+)
+
+
+DRAM_PICOJOULES = 1300 / 8
+"""To read one byte. 64 bits take 1.3 to 2.6 nJ (Horowitz 2014); the lower end is used here."""
+
+
+def picojoules(arithmetic: Arithmetic, order: int) -> float:
+    """Energy of one product with a weight of that order, added to a sum, at 45 nm and 0.9 V.
+
+    M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014. Shifts, which it does
+    not list, are from H. You et al., "ShiftAddNet", NeurIPS 2020, also at 45 nm.
+
+    >>> picojoules(Arithmetic.FP32, order=1), picojoules(Arithmetic.INT8, order=1)
+    (4.6, 0.3)
+    """
+    int8_add, int32_add, fp32_add = 0.03, 0.1, 0.9
+    int8_multiply, int32_multiply, fp32_multiply = 0.2, 3.1, 3.7
+    int32_shift = 0.13
+    if arithmetic is Arithmetic.INT8:
+        cost = int8_multiply + int32_add
+    elif arithmetic is Arithmetic.FLOAT_SHIFTS and order <= MOST_TERMS:
+        cost = order * (int8_add + fp32_add)
+    elif arithmetic is Arithmetic.FIXED_SHIFTS and order <= MOST_TERMS:
+        cost = order * (int32_shift + int32_add)
+    elif arithmetic is Arithmetic.FIXED_SHIFTS:
+        cost = int32_multiply + int32_add
+    else:
+        cost = fp32_multiply + fp32_add
+    return round(cost, 9)  # 3.7 + 0.9 is 4.6000000000000005 in float64
+
+
+@dataclass(frozen=True)
+class Energy:
+    """An estimate of the energy of one inference."""
+
+    arithmetic: Arithmetic
+    storage: Storage
+    compute_microjoules: float
+    traffic_microjoules: float
+
+    @property
+    def energy_microjoules(self) -> float:
+        """Compute and traffic together."""
+        return self.compute_microjoules + self.traffic_microjoules
+
+
+@dataclass(frozen=True)
+class CostSheet:
+    """What one inference of one example costs; the energy is an estimate."""
+
     macs_by_order: Mapping[int, int]  # multiply-accumulates by the order of their weight
-    uncompressed_macs: int  # without a compressed weight; counted for the whole network only
-    traffic: Traffic
-    energy: tuple[Energy, ...]  # one for each of energy.PAIRS
-
-    def __repr__(self) -> str:
-        return f"Cost({self.name or self.layer_type!r}, weights={self.weights}, macs={self.macs})"
+    uncompressed_macs: int  # those without a compressed weight
+    bytes_read: Mapping[Storage, int]  # of weights and their codebooks, and of the uncompressed tensors
+    energy: tuple[Energy, ...]  # one for each of PAIRS
+    not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no matrix product
+    assumptions: tuple[str, ...] = ASSUMPTIONS
 
     @property
     def macs(self) -> int:
@@ -65,142 +147,91 @@ class Cost:
         """Those whose weight needs more powers of two: they stay multiplications."""
         return sum(n for order, n in self.macs_by_order.items() if order > MOST_TERMS)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, with the sums."""
-        sums = ("macs", "skipped_macs", "shift_macs", "shift_add_macs", "multiplied_macs")
-        return {
-            **asdict(self),
-            **{name: getattr(self, name) for name in sums},
-            "macs_by_order": {str(order): n for order, n in self.macs_by_order.items()},
-            "energy": [{**asdict(e), "energy_microjoules": e.energy_microjoules} for e in self.energy],
-        }
-
-
-@dataclass(frozen=True, repr=False)
-class CostSheet:
-    """What one inference of one example costs; the energy is an estimate.
-
-    The traffic of ``whole`` is that of the layers, of codebooks and frequency tables where the storage has
-    them, and of the uncompressed tensors, which are the same in every storage.
-    """
-
-    whole: Cost
-    layers: tuple[Cost, ...]
-    untouched_bytes: int  # of the uncompressed tensors, counted in ``whole``
-    coded_is_measured: bool  # coded bytes are those of a file; else entropy times weights
-    not_multiplied: tuple[str, ...]  # compressed weights in no convolution and no matrix product
-    figures: EnergyFigures
-    assumptions: tuple[str, ...] = ASSUMPTIONS
-
-    def __repr__(self) -> str:
-        return f"CostSheet(layers={len(self.layers)}, weights={self.whole.weights}, macs={self.whole.macs})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "estimate": True,
-            "whole": self.whole.to_dict(),
-            "layers": [layer.to_dict() for layer in self.layers],
-            "untouched_bytes": self.untouched_bytes,
-            "coded_is_measured": self.coded_is_measured,
-            "not_multiplied": list(self.not_multiplied),
-            "figures_picojoules": asdict(self.figures),
-            "assumptions": list(self.assumptions),
-        }
-
-    def lines(self) -> list[str]:
-        """Text for a terminal, one string per line."""
-        whole = self.whole
-        every = whole.macs + whole.uncompressed_macs
-        rows = [f"one inference of one example: {every:,} multiply-accumulates"]
-        counts = [(_kind(order), whole.macs_by_order.get(order, 0)) for order in range(MOST_TERMS + 1)]
-        counts.append((f"multiplied: a weight of order above {MOST_TERMS}", whole.multiplied_macs))
-        counts.append(("in full precision: no compressed weight", whole.uncompressed_macs))
-        rows += [f"  {text:<42}{n:>18,}{n / max(every, 1):>8.1%}" for text, n in counts if n]
-        rows += [f"weights read once, with {self.untouched_bytes:,} bytes of uncompressed tensors each time"]
-        for storage, text in _STORED.items():
-            size = whole.traffic.of(storage)
-            ratio = whole.traffic.fp32_bytes / max(size, 1)
-            note = "" if storage is not Storage.CODED or self.coded_is_measured else "  (by entropy)"
-            rows.append(f"  {text:<42}{size:>18,} bytes{ratio:>8.1f}×{note}")
-        rows.append(f"{'energy in microjoules: an ESTIMATE':<44}{'compute':>12}{'traffic':>12}{'sum':>12}")
-        for e in whole.energy:
-            figures = (e.compute_microjoules, e.traffic_microjoules, e.energy_microjoules)
-            text = f"{e.arithmetic.replace('_', ' ')}, weights as {e.storage}"
-            rows.append(f"  {text:<42}" + "".join(f"{figure:>12,.3f}" for figure in figures))
-        if self.not_multiplied:
-            more = len(self.not_multiplied) - _NAMED
-            rows.append(
-                "compressed, but in no convolution and no matrix product (looked up, added, or changed "
-                "before "
-                f"use): {', '.join(self.not_multiplied[:_NAMED])}"
-                + (f" and {more:,} more" if more > 0 else "")
-            )
-        return [*rows, "assumptions:", *(f"  - {text}" for text in self.assumptions)]
-
 
 def cost_sheet(
-    compressed: Compressed,
-    model: nn.Module,
-    example: Example,
-    *,
-    file: str | Path | None = None,
-    batch_axis: int = 0,
-    figures: EnergyFigures | None = None,
+    compressed: Compressed, model: nn.Module, example: Example, *, file: str | Path | None = None
 ) -> CostSheet:
     """What one inference costs, from one forward pass of a dense model of the same architecture.
 
-    ``example`` is a batch of one: a tensor, a tuple of the model's inputs, or a mapping of them by name. With
-    ``file``, the .pwfn file of this network, coded bytes are those of the file. The values of the model's
-    weights do not matter: orders are those of ``compressed``.
+    ``example`` is a batch of one: a tensor, a tuple of the model's inputs, or a mapping of them by name.
+    Coded bytes are those of ``file``, the .pwfn file of this network, or of one written in memory. The values
+    of the model's weights do not matter: orders are those of ``compressed``.
 
     >>> import torch
     >>> from pwfn.layout import Layout
     >>> model = nn.Linear(3, 2, bias=False)
     >>> weights = torch.tensor([0.5, 0.0, 0.75, -1.0, 0.0, 0.3])
     >>> sheet = cost_sheet(Compressed.of(Layout.of(model), weights, None, {}), model, torch.ones(1, 3))
-    >>> whole = sheet.whole
-    >>> whole.macs, whole.skipped_macs, whole.shift_macs, whole.shift_add_macs, whole.multiplied_macs
+    >>> sheet.macs, sheet.skipped_macs, sheet.shift_macs, sheet.shift_add_macs, sheet.multiplied_macs
     (6, 2, 2, 1, 1)
     """
-    products = count_products(compressed, model, example, batch_axis=batch_axis)
-    entries = compressed.layout.entries
-    traffic, shared = traffic_of(compressed, file)
-    untouched = untouched_bytes(compressed)
-    figures = figures or EnergyFigures()
-
-    def cost(name: str, layer_type: str, own: list[int], uncompressed: int, besides: Traffic) -> Cost:
-        total: Counter[int] = Counter()
-        for i in own:
-            total.update(products.by_order[i])
-        macs = dict(sorted(total.items()))
-        read = sum((traffic[i] for i in own), besides)
-        energy = energies(macs, uncompressed, read, figures)
-        return Cost(name, layer_type, sum(entries[i].size for i in own), macs, uncompressed, read, energy)
-
-    by_layer: dict[str, list[int]] = {}
-    for i, entry in enumerate(entries):
-        by_layer.setdefault(entry.layer, []).append(i)
-    everywhere = shared + Traffic(untouched, untouched, untouched, untouched)
+    products = count_products(compressed, model, example)
+    total: Counter[int] = Counter()
+    for macs in products.by_order:
+        total.update(macs)
+    by_order = dict(sorted(total.items()))
+    read = bytes_read(compressed, file)
+    energy = []
+    for arithmetic, storage in PAIRS:
+        compute = sum(n * picojoules(arithmetic, order) for order, n in by_order.items())
+        compute += products.uncompressed * picojoules(Arithmetic.FP32, 1)
+        energy.append(Energy(arithmetic, storage, 1e-6 * compute, 1e-6 * (read[storage] * DRAM_PICOJOULES)))
     return CostSheet(
-        whole=cost("", type(model).__name__, [*range(len(entries))], products.uncompressed, everywhere),
-        layers=tuple(
-            cost(layer, entries[own[0]].layer_type, own, 0, Traffic()) for layer, own in by_layer.items()
-        ),
-        untouched_bytes=untouched,
-        coded_is_measured=file is not None,
+        by_order,
+        products.uncompressed,
+        read,
+        tuple(energy),
         not_multiplied=tuple(
             entry.name
-            for entry, macs in zip(entries, products.by_order, strict=True)
+            for entry, macs in zip(compressed.layout.entries, products.by_order, strict=True)
             if entry.kind is Kind.WEIGHT and not macs
         ),
-        figures=figures,
     )
 
 
-def _kind(order: int) -> str:
-    if order == 0:
-        return "skipped: the weight is 0"
-    if order == 1:
-        return "a shift: a power of two"
-    return f"{order} shifts, {order - 1} add{'s' if order > 2 else ''}: order {order}"
+def bytes_read(compressed: Compressed, file: str | Path | None = None) -> dict[Storage, int]:
+    """Bytes of all weights in each storage, with the uncompressed tensors, which are the same in all.
+
+    fp32: 4 per weight. int8: 1 per weight, and a scale of 4 per tensor. Indices: ``ceil(log2 K)`` bits per
+    weight for K values in its codebook, each tensor in whole bytes, and the codebooks. Coded: as in the
+    file, or in one written now.
+    """
+    entries, books = compressed.layout.entries, compressed.codebooks
+    untouched, weights = untouched_bytes(compressed), compressed.layout.size
+    indices = sum(book.nbytes for book in books)
+    for entry, division in zip(entries, compressed.divisions, strict=True):
+        part = entry.size // len(division.codebooks)
+        bits = sum(part * (books[book].numel() - 1).bit_length() for book in division.codebooks)
+        indices += -(-bits // 8)
+    return {
+        Storage.FP32: untouched + 4 * weights,
+        Storage.INT8: untouched + weights + 4 * len(entries),
+        Storage.INDICES: untouched + indices,
+        Storage.CODED: untouched + _coded_bytes(compressed, file),
+    }
+
+
+def untouched_bytes(compressed: Compressed) -> int:
+    """Of the uncompressed floating-point tensors, in fp32 or narrower; tied ones once."""
+    aliases = {alias for left_out in compressed.layout.left_out for alias in left_out.aliases}
+    return sum(
+        tensor.numel() * min(tensor.element_size(), 4)
+        for name, tensor in compressed.untouched.items()
+        if name not in aliases and tensor.is_floating_point()
+    )
+
+
+def _coded_bytes(compressed: Compressed, file: str | Path | None) -> int:
+    """Bytes of indices, codebooks and frequency tables in a file."""
+    reader = Reader(compressed.dumps(posterior="none") if file is None else file)
+    books, own_books = reader.codebooks(), compressed.codebooks
+    theirs, ours = (
+        [(entry.name, entry.shape) for entry in layout.entries]
+        for layout in (reader.header.layout, compressed.layout)
+    )
+    if theirs != ours or len(books) != len(own_books) or not all(map(torch.equal, books, own_books)):
+        raise FileError(
+            f"{file}: its layers or codebooks are not those of this network: pass the file it was saved to"
+        )
+    sizes = reader.sizes
+    return sizes.indices + sizes.codebooks + sizes.tables

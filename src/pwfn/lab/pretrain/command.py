@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
 
 from pwfn.bayes.distributed import usable_device
 from pwfn.errors import FileError, PwfnError
@@ -74,7 +74,9 @@ def run(options: TrainOptions, say: Callable[[str], None] = print) -> dict[str, 
 
 def _run(options: TrainOptions, say: Callable[[str], None], history: list[Epoch]) -> dict[str, Any]:
     recipe, name, out = options.recipe(), options.model, options.out
-    _check_target(out, options.force)  # before the work, not after it
+    if out.is_file() and not options.force:
+        raise FileError(f"{out}: exists already: name another file, or replace it with --force")
+    check_writable(out)  # before the work, not after it
     device = usable_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with torch.device("meta"):  # only its data settings are needed
         images = models.data_config(name, models.create(name))
@@ -105,8 +107,11 @@ def _run(options: TrainOptions, say: Callable[[str], None], history: list[Epoch]
     train(model, source.train, source.test, recipe, device=device, on_epoch=on_epoch)
     seconds, last = time.perf_counter() - started, history[-1]
     top1 = finite(last.top1)
-    notes = {"model": name, "classes": source.classes, **images.metadata(), "top1": top1}
-    save_weights(model, out, {**notes, "recipe": json.dumps(recipe.to_dict()), "seed": recipe.seed})
+    notes: dict[str, Any] = {"model": name, "classes": source.classes, **images.metadata(), "top1": top1}
+    notes |= {"recipe": json.dumps(asdict(recipe)), "seed": recipe.seed}
+    state = {key: tensor.cpu() for key, tensor in model.state_dict().items()}
+    with replacing(out) as temporary:
+        save_file(state, temporary, {key: str(value) for key, value in notes.items() if value is not None})
     bytes_written = out.stat().st_size
     examples = last.scores.examples if last.scores else 0
     right = "" if top1 is None else f"{top1:.2f}% of {examples:,} test images right "
@@ -123,7 +128,7 @@ def _run(options: TrainOptions, say: Callable[[str], None], history: list[Epoch]
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "file": str(out),
         "bytes": bytes_written,
-        "recipe": recipe.to_dict(),
+        "recipe": asdict(recipe),
         "sentence": f"{out}: {bytes_written:,} bytes; {right}after {duration(seconds)}; "
         f"compress it with --model {name} --weights {out}",
     }
@@ -141,22 +146,3 @@ def epoch_line(done: Epoch, seconds: float) -> str:
         f"{done.number:>5}  {done.loss:>7.4f}  {done.learning_rate:>13.3g}  {top1:>8}  "
         f"{done.seconds:>7.1f}  {left:>9}"
     )
-
-
-def save_weights(model: nn.Module, path: str | Path, metadata: Mapping[str, Any]) -> None:
-    """Write the weights as safetensors, whole or not at all; metadata become text, None is left out."""
-    from safetensors.torch import save
-
-    state = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in model.state_dict().items()
-    }
-    content = save(state, {key: str(value) for key, value in metadata.items() if value is not None})
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
-
-
-def _check_target(path: Path, force: bool) -> None:
-    if path.is_file() and not force:
-        raise FileError(f"{path}: exists already: name another file, or replace it with --force")
-    check_writable(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from pwfn.config import Choice, Number, OptimizerName, Precision, Section, hint, setting
 from pwfn.errors import ConfigError
@@ -52,10 +51,6 @@ class Recipe(Section):
             )
         if self.precision is Precision.FP16:
             raise ConfigError("recipe.precision is 'fp16', which needs a loss scale: allowed is fp32 or bf16")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain values, for JSON."""
-        return dataclasses.asdict(self)
 
 
 _SMALL = Recipe(epochs=100, batch_size=256, learning_rate=0.2, average=0.998, precision=Precision.BF16)

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from pwfn.lab.quantisers.apot import ApotQuantiser
 from pwfn.lab.quantisers.lsq import Codes, LsqQuantiser, PartsQuantiser
-from pwfn.lab.quantisers.lsqplus import LsqPlusQuantiser
 
-__all__ = ["ApotQuantiser", "Codes", "LsqPlusQuantiser", "LsqQuantiser", "PartsQuantiser"]
+__all__ = ["ApotQuantiser", "Codes", "LsqQuantiser", "PartsQuantiser"]

@@ -1,14 +1,16 @@
-"""LSQ: a uniform quantiser with a learned step (Esser et al., ICLR 2020, arXiv 1902.08153)."""
+"""LSQ: uniform quantisers with a learned step (Esser et al., ICLR 2020, arXiv 1902.08153)."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from pwfn.errors import ConfigError, WeightError
 from pwfn.lab.quantisers.gradients import with_gradients
 
 SMALLEST_STEP = 1e-8
@@ -28,21 +30,8 @@ class Codes(NamedTuple):
         >>> Codes.of(3, signed=True), Codes.of(3, signed=False)
         (Codes(low=-4, high=3), Codes(low=0, high=7))
         """
-        half = 2 ** (checked_bits(bits) - 1)
+        half = 2 ** (bits - 1)
         return cls(-half, half - 1) if signed else cls(0, 2 * half - 1)
-
-
-def checked_bits(bits: int) -> int:
-    """``bits``, or an error unless they are an integer from 2 to 8."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-        raise ConfigError(f"bits is {bits!r}: use an integer from 2 to 8")
-    return bits
-
-
-def check_not_empty(x: Tensor) -> None:
-    """Raise an error if the tensor has no elements."""
-    if x.numel() == 0:
-        raise WeightError(f"a tensor of shape {tuple(x.shape)} is empty: there is nothing to quantise")
 
 
 def channel_rows(x: Tensor, axis: int | None) -> Tensor:
@@ -51,12 +40,7 @@ def channel_rows(x: Tensor, axis: int | None) -> Tensor:
     >>> channel_rows(torch.arange(6).view(2, 3), axis=1).tolist()
     [[0, 3], [1, 4], [2, 5]]
     """
-    check_not_empty(x)
-    if axis is None:
-        return x.reshape(1, -1)
-    if not -x.dim() <= axis < x.dim():
-        raise WeightError(f"axis is {axis}, but the tensor has {x.dim()} dimensions: use one of them")
-    return x.movedim(axis, 0).reshape(x.shape[axis], -1)
+    return x.reshape(1, -1) if axis is None else x.movedim(axis, 0).reshape(x.shape[axis], -1)
 
 
 def initial_step(x: Tensor, codes: Codes, axis: int | None = None) -> Tensor:
@@ -136,8 +120,8 @@ class LsqQuantiser(nn.Module):
     ``batched`` tensors have the batch as their first axis, which the gradient scale does not count.
 
     >>> quantiser = LsqQuantiser.for_weights(torch.tensor([0.5, -0.5, 1.0, -2.0]), bits=2)
-    >>> quantiser.step.item(), quantiser.codebook().tolist()
-    (2.0, [-4.0, -2.0, 0.0, 2.0])
+    >>> quantiser.step.item(), quantiser(torch.tensor([-9.0, 1.5, 9.0])).tolist()
+    (2.0, [-4.0, 2.0, 2.0])
     """
 
     def __init__(
@@ -155,7 +139,7 @@ class LsqQuantiser(nn.Module):
         self.codes, self.axis, self.batched = codes, axis, batched
 
     @classmethod
-    def for_weights(cls, weight: Tensor, bits: int, axis: int | None = None) -> Self:
+    def for_weights(cls, weight: Tensor, bits: int, axis: int | None = None) -> LsqQuantiser:
         """Signed, with the starting step of the weights: one, or one per channel along ``axis``."""
         codes = Codes.of(bits, signed=True)
         return cls(initial_step(weight, codes, axis), codes, axis)
@@ -165,13 +149,6 @@ class LsqQuantiser(nn.Module):
         steps = self.step.numel() * (len(x) if self.batched else 1)
         scale = gradient_scale(max(x.numel() // max(steps, 1), 1), self.codes)
         return quantise(x, self.step, self.codes, self.axis, scale, self.offset)
-
-    @torch.no_grad()
-    def codebook(self) -> Tensor:
-        """The ``2^k`` values that the output can take, ascending; one row per channel."""
-        codes = torch.arange(self.codes.low, self.codes.high + 1, device=self.step.device)
-        values = codes.to(self.step) * self.step.clamp(min=SMALLEST_STEP).unsqueeze(-1)
-        return values if self.offset is None else values + self.offset.unsqueeze(-1)
 
 
 class PartsQuantiser(nn.Module):
@@ -191,3 +168,96 @@ class PartsQuantiser(nn.Module):
         """The quantised weight."""
         quantised: Tensor = self.lsq(weight.unflatten(self.axis, (self.parts, -1)))
         return quantised.flatten(self.axis, self.axis + 1)
+
+
+class Part(NamedTuple):
+    """A quantiser and the number of its weights, which follow those of the part before it."""
+
+    quantiser: LsqQuantiser
+    size: int
+
+
+def parts_of(quantisers: Iterable[nn.Module], sizes: Iterable[int]) -> list[Part] | None:
+    """The parts of a vector; None unless all are LSQ's and the weights of each step are contiguous.
+
+    >>> len(parts_of([LsqQuantiser.for_weights(torch.ones(2, 3), bits=4, axis=0)], [6]))
+    1
+    >>> parts_of([LsqQuantiser.for_weights(torch.ones(2, 3), bits=4, axis=1)], [6]) is None
+    True
+    """
+    found = []
+    for quantiser, size in zip(quantisers, sizes, strict=True):
+        own = quantiser.lsq if isinstance(quantiser, PartsQuantiser) else quantiser
+        if not isinstance(own, LsqQuantiser) or own.axis not in (None, 0):
+            return None
+        found.append(Part(own, size))
+    return found
+
+
+class LsqTogether:
+    """The output of each quantiser for its part of a vector, all at once, with the same gradients.
+
+    ``round(clip(w / s, -Q_N, Q_P)) s``, with s the step of the part or channel that the weight is in.
+    Values and the gradient of w equal those of the quantisers bit for bit; the gradient of a step is
+    summed in float64. The steps stay parameters of the quantisers. A call has fixed shapes and never
+    waits for the device, so it can be captured in a CUDA graph.
+
+    >>> one = LsqQuantiser.for_weights(torch.tensor([0.5, -0.5, 1.0, -2.0]), bits=2)
+    >>> other = LsqQuantiser.for_weights(torch.tensor([[3.0], [-5.0]]), bits=2, axis=0)
+    >>> both = LsqTogether([Part(one, 4), Part(other, 2)], torch.device("cpu"))
+    >>> both(torch.tensor([0.5, -0.5, 1.0, -2.0, 6.0, -11.0])).tolist()
+    [0.0, 0.0, 0.0, -2.0, 6.0, -10.0]
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self.device = device
+        self._quantisers = [part.quantiser for part in parts]
+        codes = [quantiser.codes for quantiser in self._quantisers]
+        counts = torch.tensor([quantiser.step.numel() for quantiser in self._quantisers])
+        lengths = [part.size // part.quantiser.step.numel() for part in parts]
+        scales = [gradient_scale(length, own) for length, own in zip(lengths, codes, strict=True)]
+
+        def by_step(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
+
+        dtype = self._quantisers[0].step.dtype
+        self._lengths = by_step(lengths, torch.int64)
+        self._scales = by_step(scales, torch.float64)
+        steps = torch.arange(len(self._lengths), dtype=torch.int32, device=device)
+        self._which = steps.repeat_interleave(self._lengths)
+        self._low = by_step([own.low for own in codes], dtype).repeat_interleave(self._lengths)
+        self._high = by_step([own.high for own in codes], dtype).repeat_interleave(self._lengths)
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        """The quantised vector."""
+        steps = torch.cat([quantiser.step.reshape(-1) for quantiser in self._quantisers])
+        result: Tensor = _Together.apply(weights, steps, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Together(Function):
+    """:class:`LsqTogether`; see :func:`quantise` for the formulas."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, steps: Tensor, of: LsqTogether) -> Tensor:
+        s = steps.clamp(min=SMALLEST_STEP).index_select(0, of._which)
+        u = weights / s
+        code = torch.minimum(torch.maximum(u, of._low), of._high).round_()
+        inside = (u > of._low) & (u < of._high)
+        ctx.of = of
+        ctx.save_for_backward(inside, torch.where(inside, code - u, code))
+        return code.mul_(s).add_(0.0)  # -0.0 becomes 0.0
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        inside, by_step = ctx.saved_tensors
+        for_weights = above * inside if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return for_weights, None, None
+        of: LsqTogether = ctx.of
+        # unsafe=True skips a check of the lengths that would wait for the device.
+        sums = torch.segment_reduce(
+            (above * by_step).double(), "sum", lengths=of._lengths, axis=0, unsafe=True
+        )
+        return for_weights, (sums * of._scales).to(above.dtype), None

@@ -5,28 +5,17 @@ Weights are symmetric and have LSQ's own quantiser. Activations have a learned o
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pwfn.lab.quantisers.lsq import SMALLEST_STEP, Codes, LsqQuantiser, channel_rows
+from pwfn.lab.quantisers.lsq import SMALLEST_STEP, Codes, channel_rows
 
 _CUTS = tuple((a / 20, b / 20) for a in range(0, 20, 2) for b in range(0, 20, 2) if a + b < 20)
 """Fractions of the range of the activations that a starting point leaves out below and above."""
 _REFINED = 5
 """How many of the best starting points are refined."""
 _MAX_REFITS = 50
-
-
-class LsqPlusQuantiser(LsqQuantiser):
-    """LSQ's quantiser of weights with LSQ+'s starting step."""
-
-    @classmethod
-    def for_weights(cls, weight: Tensor, bits: int, axis: int | None = None) -> Self:
-        """Signed; one step, or one per channel along ``axis``."""
-        return cls(initial_step(weight, bits, axis), Codes.of(bits, signed=True), axis)
 
 
 def initial_step(weight: Tensor, bits: int, axis: int | None = None) -> Tensor:

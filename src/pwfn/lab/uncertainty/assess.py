@@ -18,7 +18,7 @@ from pwfn.evaluate.ensemble import Predictions, Score, ensemble, missing_probabi
 from pwfn.file.compressed import Compressed
 
 _ROUNDING_NATS = 1e-9
-_TEST, _CALIBRATION = "test data", "calibration data"
+_TEST = "test data"
 _SHORT = {Score.MAX_PROBABILITY: "max p", Score.PREDICTIVE_ENTROPY: "entropy", Score.MUTUAL_INFORMATION: "MI"}
 
 
@@ -73,10 +73,6 @@ class Comparison:
         if abs(self.difference) <= 2 * self.standard_error + _ROUNDING_NATS:
             return "no difference"
         return "better" if self.difference < 0 else "worse"
-
-    def cells(self) -> list[str]:
-        """A row of text."""
-        return [self.rival, f"{self.difference:+.4f} ± {self.standard_error:.4f}", self.verdict]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,11 +137,14 @@ class Assessment:
                 table.append([row.rival, *areas, *rates])
             found += ["", *_aligned(table)]
         if self.comparisons:
-            found += [
-                "",
-                "NLL of the ensemble minus that of the rival (± standard error; negative is better):",
-            ]
-            found += _aligned([each.cells() for each in self.comparisons])
+            said = "NLL of the ensemble minus that of the rival (± standard error; negative is better):"
+            found += ["", said]
+            found += _aligned(
+                [
+                    [each.rival, f"{each.difference:+.4f} ± {each.standard_error:.4f}", each.verdict]
+                    for each in self.comparisons
+                ]
+            )
         return [*found, *([""] if self.notes else []), *self.notes]
 
 
@@ -164,11 +163,9 @@ def assess(
     *,
     original: nn.Module | None = None,
     ood: Mapping[str, Iterable[Any]] | None = None,
-    calibration: Iterable[Any] | None = None,
     samples: int = 20,
     seed: int = 0,
     sigma_scale: float = 1.0,
-    device: torch.device | str | None = None,
 ) -> Assessment:
     """Measure the original network, the point estimate and the ensemble, each with temperature scaling too.
 
@@ -178,29 +175,26 @@ def assess(
     :func:`~pwfn.evaluate.ensemble.ensemble`; with 0 samples the ensemble's rows are left out. Of several
     networks the point estimate is the mean prediction of theirs.
 
-    Temperatures are fitted on the ``calibration`` data, and all of ``loader`` is scored. Without it, half of
-    the loader's examples fit temperatures, and all rivals are scored on the other half
-    (:func:`split_in_half`).
+    Half of the examples fit temperatures, the other half scores all rivals (:func:`split_in_half`).
     """
     if samples < 0:
         raise DataError(f"samples is {samples}: allowed is at least 0")
-    data = {_TEST: loader, **({_CALIBRATION: calibration} if calibration is not None else {})}
-    data |= {_key(name): other for name, other in (ood or {}).items()}
+    data = {_TEST: loader, **{f"data {name!r}": other for name, other in (ood or {}).items()}}
 
     def each(predict: Callable[[Iterable[Any], str], Predictions]) -> dict[str, Predictions]:
         return {name: predict(own, name) for name, own in data.items()}
 
     def draw(own: Iterable[Any], name: str) -> Predictions:
-        return ensemble(compressed, model, own, samples, seed, device, sigma_scale=sigma_scale, name=name)
+        return ensemble(compressed, model, own, samples, seed, sigma_scale=sigma_scale, name=name)
 
     def centres(own: Iterable[Any], name: str) -> Predictions:
         networks = [compressed] if isinstance(compressed, Compressed) else compressed
-        return ensemble(networks, model, own, 0, device=device, name=name)
+        return ensemble(networks, model, own, 0, name=name)
 
     found: dict[Rival, dict[str, Predictions]] = {}
     notes: list[str] = []
     if original is not None:
-        found[Rival.ORIGINAL] = each(lambda own, name: point(original, own, device, name=name))
+        found[Rival.ORIGINAL] = each(lambda own, name: point(original, own, name=name))
     else:
         notes.append("rows of the original network are left out: its weights were not given")
     found[Rival.POINT] = each(centres)
@@ -209,10 +203,19 @@ def assess(
     else:
         notes.append("rows of the ensemble are left out: no draws were requested")
     _check_same(found)
-    scored, fitted, split = _split(found[Rival.POINT])
+    count = len(found[Rival.POINT][_TEST].checksums)
+    if count < 2:
+        raise DataError(
+            "test data: one example cannot be split into one to fit a temperature on and one to score: give "
+            "more"
+        )
+    fitted, scored = split_in_half(count)
     rows = []
     for rival, by_name in found.items():
-        temperature, scaled = _temperature(by_name, fitted), Rival(f"{rival}, tempered")
+        own, scaled = by_name[_TEST], Rival(f"{rival}, tempered")
+        if own.targets is None:
+            raise DataError("test data have no labels: give (input, target) batches")
+        temperature = fit_temperature(own.log_probabilities[fitted], own.targets[fitted])
         if at_limit(temperature):
             notes.append(
                 f"{scaled}: the calibration examples have no best temperature from 1/16 to 16; "
@@ -224,17 +227,13 @@ def assess(
         rows=tuple(rows),
         examples=len(scored),
         calibration_examples=len(fitted),
-        split=split,
+        split=f"scored on {len(scored):,} of {count:,} examples, a fixed half; "
+        f"temperatures fitted on the other {len(fitted):,}",
         samples=samples,
         seed=seed,
         sigma_scale=sigma_scale,
         notes=tuple(notes),
     )
-
-
-def _key(name: str) -> str:
-    """Out-of-distribution data in messages; different from the other two whatever the name."""
-    return f"data {name!r}"
 
 
 def _check_same(found: Mapping[Rival, Mapping[str, Predictions]]) -> None:
@@ -262,30 +261,6 @@ def split_in_half(count: int) -> tuple[Tensor, Tensor]:
     return order[: count // 2].sort().values, order[count // 2 :].sort().values
 
 
-def _split(found: Mapping[str, Predictions]) -> tuple[Tensor, Tensor, str]:
-    """The indices to score, those to fit temperatures on, and a sentence about it."""
-    count = len(found[_TEST].checksums)
-    if _CALIBRATION in found:
-        fitted = torch.arange(len(found[_CALIBRATION].checksums))
-        said = f"scored on {count:,} examples; temperatures fitted on {len(fitted):,} others"
-        return torch.arange(count), fitted, said
-    if count < 2:
-        raise DataError(
-            "test data: one example cannot be split into one to fit a temperature on and one to score: give "
-            "more, or calibration data"
-        )
-    fitted, scored = split_in_half(count)
-    said = f"scored on {len(scored):,} of {count:,} examples, a fixed half"
-    return scored, fitted, f"{said}; temperatures fitted on the other {len(fitted):,}"
-
-
-def _temperature(found: Mapping[str, Predictions], fitted: Tensor) -> float:
-    own = found.get(_CALIBRATION, found[_TEST])
-    if own.targets is None or found[_TEST].targets is None:
-        raise DataError("test data, or calibration data, have no labels: give (input, target) batches")
-    return fit_temperature(own.log_probabilities[fitted], own.targets[fitted])
-
-
 def _row(
     rival: Rival,
     temperature: float | None,
@@ -294,7 +269,7 @@ def _row(
     ood: Sequence[str],
 ) -> Row:
     whole = found[_TEST]
-    assert whole.targets is not None  # as _temperature has checked
+    assert whole.targets is not None  # as assess has checked
     own, targets = _scaled(whole.chosen(scored), temperature), whole.targets[scored]
     log_p, p = own.log_probabilities, own.probabilities
     bins, losses = measures.reliability(p, targets), measures.log_losses(log_p, targets)
@@ -302,7 +277,7 @@ def _row(
     # Mutual information needs several draws, and is not defined for their scaled mean.
     has_information = own.samples > 1 and temperature is None
     scores = [score for score in Score if score is not Score.MUTUAL_INFORMATION or has_information]
-    others = {name: _scaled(found[_key(name)], temperature) for name in ood}
+    others = {name: _scaled(found[f"data {name!r}"], temperature) for name in ood}
 
     def detection(measure: Callable[[Tensor, Tensor], float]) -> dict[str, dict[Score, float]]:
         return {

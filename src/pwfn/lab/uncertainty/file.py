@@ -23,14 +23,13 @@ _SAMPLES = 20
 
 
 def evaluated(
-    paths: Path | Sequence[Path], options: RunOptions, asked: TrustOptions
+    paths: Sequence[Path], options: RunOptions, asked: TrustOptions
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures of one file, or of several as one ensemble, and lines of text.
 
     With the table of rivals if anything of it is asked for, if there are several files, or if a predictive
     sigma was fitted. Without labels there is no such table: the network is compared with the original one.
     """
-    paths = [paths] if isinstance(paths, Path) else paths
     if asked.out is not None:
         check_writable(asked.out)
     files: Sequence[OpenFile] = open_files(paths, options, asked.seed)
@@ -42,27 +41,21 @@ def evaluated(
         )
     asked, files = _with_samples(asked, files)
     if first.labelled and (asked.wanted or several):
-        facts, table = assess_file(paths, options, asked, files)
+        facts, table = _assessed(paths, files, options.model, asked)
         return facts, [*_summary(facts), "", *table.lines()]
     facts = file_facts(first, paths[0], options.model, asked.original)
     return facts, [*_summary(facts), *_why_not_drawn(first, asked)]
 
 
-def assess_file(
-    paths: Path | Sequence[Path],
-    options: RunOptions,
-    asked: TrustOptions,
-    files: Sequence[OpenFile] | None = None,
+def _assessed(
+    paths: Sequence[Path], files: Sequence[OpenFile], model: str, asked: TrustOptions
 ) -> tuple[dict[str, Any], Assessment]:
     """The figures of one or several files, and the table of rivals; it is also written to ``asked.out``.
 
     Several files predict together: ``file_bytes`` is the sum, and the figures of each are in ``files``.
     """
-    paths = [paths] if isinstance(paths, Path) else paths
-    files = files or open_files(paths, options, asked.seed)
-    asked, files = _with_samples(asked, files)
     first = files[0]
-    original = original_of(first.compressed, options.model, asked.original) if asked.original else None
+    original = original_of(first.compressed, model, asked.original) if asked.original else None
     ood = {spec: open_ood(spec, first.data, first.images) for spec in asked.ood}
     table = assess(
         [file.compressed for file in files] if len(files) > 1 else first.compressed,

@@ -92,7 +92,9 @@ def open_ood(spec: str, own: Data, options: DataOptions) -> OodData:
         return OodData(_shifted(spec, own, options, SHIFTS[name], _strength(spec, name, strength)))
     if kind == "npz" and rest and own.image_shape is not None:
         images, note = _fitted(_read_images(Path(rest).expanduser()), own.image_shape, rest)
-        return OodData(_loader(images, options), note)
+        images = images.contiguous().to(options.device)
+        labels, size = images.new_zeros(len(images), dtype=torch.int64), options.test_batch_size or 1000
+        return OodData(TensorLoader(images, labels, size, mean=options.mean, std=options.std), note)
     if kind not in data.SOURCES:
         known = ", ".join(source.usage for source in data.SOURCES.values())
         raise DataError(f"{spec!r} is not known out-of-distribution data: allowed are {_usage()}, {known}")
@@ -120,7 +122,7 @@ def _shifted(spec: str, own: Data, options: DataOptions, shift: Shift, strength:
             f"{spec!r} with data {own.name!r}: how its images are normalised is not known, so they cannot be "
             "changed: give other data with python:FILE:FUNCTION"
         )
-    return Shifted(own.test, shift, strength, options.mean, options.std, options.seed)
+    return Shifted(own.test, shift, strength, options)
 
 
 @dataclass(eq=False)
@@ -133,9 +135,7 @@ class Shifted(Epochs):
     loader: Epochs
     shift: Shift
     strength: float
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    seed: int = 0
+    options: DataOptions
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -149,11 +149,11 @@ class Shifted(Epochs):
             examples += len(images)
 
     def _batch(self, images: Tensor, first: int) -> Tensor:
-        mean = images.new_tensor(self.mean or (0.0,)).view(1, -1, 1, 1)
-        std = images.new_tensor(self.std or (1.0,)).view(1, -1, 1, 1)
+        mean = images.new_tensor(self.options.mean or (0.0,)).view(1, -1, 1, 1)
+        std = images.new_tensor(self.options.std or (1.0,)).view(1, -1, 1, 1)
         random = torch.empty(0)
         if self.shift.random is not None:
-            generators = (generator_from("outside", self.seed, first + i) for i in range(len(images)))
+            generators = (generator_from("outside", self.options.seed, first + i) for i in range(len(images)))
             random = torch.stack([self.shift.random(images.shape[1:], generator=g) for g in generators])
         changed = self.shift.change(images * std + mean, self.strength, random.to(images.device))
         return (changed - mean) / std
@@ -196,13 +196,3 @@ def _fitted(images: Tensor, shape: tuple[int, int, int], name: str) -> tuple[Ten
         resized = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
         images = resized.round().clamp(0, 255).byte()
     return images, f"images converted {' and '.join(done)}" if done else ""
-
-
-def _loader(images: Tensor, options: DataOptions) -> TensorLoader:
-    return TensorLoader(
-        images.contiguous().to(options.device),
-        torch.zeros(len(images), dtype=torch.int64, device=options.device),
-        options.test_batch_size or 1000,
-        mean=options.mean,
-        std=options.std,
-    )
