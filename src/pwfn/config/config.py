@@ -60,6 +60,9 @@ METHOD_DEFAULTS: dict[str, Mapping[str, Any]] = {
 }
 """By method: the settings that differ from the defaults. Methods of the lab register themselves here."""
 
+_UNREAD = {"conditioned": ("posterior", "fixing"), "rate": ("posterior", "fixing")}
+"""Sections that a method does not read."""
+
 
 @dataclass(frozen=True, repr=False)
 class Config:
@@ -90,11 +93,11 @@ class Config:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHOD_DEFAULTS:
-            raise ConfigError(_unknown_method(self.method))
+            raise ConfigError(f"method {self.method!r} is unknown{hint(self.method, METHOD_DEFAULTS)}")
         try:
             object.__setattr__(self, "seed", _SEED(self.seed))
         except (ValueError, OverflowError):
-            raise ConfigError(f"seed is {self.seed!r}: allowed is {_SEED.allowed()}") from None
+            raise ConfigError(f"seed is {self.seed!r}: allowed is {_SEED.allowed}") from None
         for name, section in _SECTIONS.items():
             if not isinstance(getattr(self, name), section):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: allowed is a {section.__name__}")
@@ -247,8 +250,10 @@ class Config:
         lines = [tomli_w.dumps({name: tables[name]}).strip() for name in ("method", "seed")]
         for name, section in _SECTIONS.items():
             lines += ["", f"[{name}]"]
+            if name in _UNREAD.get(self.method, ()):
+                lines.append(f"# the method {self.method} reads none of these")
             for item in dataclasses.fields(section):  # type: ignore[arg-type]  # sections are dataclasses
-                lines.append(f"# {item.metadata['help']}: {item.metadata['check'].allowed()}")
+                lines.append(f"# {item.metadata['help']}: {item.metadata['check'].allowed}")
                 lines.append(tomli_w.dumps({item.name: tables[name][item.name]}).strip())
         if self.options:
             lines += ["", tomli_w.dumps({"options": tables["options"]}).strip()]
@@ -293,15 +298,11 @@ def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, item in tables.items():
-        found |= (
-            {f"{name}.{key}": v for key, v in item.items()} if isinstance(item, Mapping) else {name: item}
-        )
+        if isinstance(item, Mapping):
+            found |= {f"{name}.{key}": value for key, value in item.items()}
+        else:
+            found[name] = item
     return found
-
-
-def _unknown_method(name: object) -> str:
-    advice = "" if len(METHOD_DEFAULTS) > 1 else "; the other methods come with `import pwfn.lab`"
-    return f"method {name!r} is unknown{hint(name, METHOD_DEFAULTS)}{advice}"
 
 
 def _plain(value: Any) -> Any:
