@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Score(StrEnum):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictions:
-    """The mean prediction of some draws for every example, and how much the draws differ; on the CPU.
+    """The mean prediction of some draws for every example, and how uncertain it is; on the CPU.
 
     Tensors are float64 with one row per example, entropies in nats. A single network counts as one draw:
     its mutual information is 0.
@@ -40,7 +40,6 @@ class Predictions:
 
     log_probabilities: Tensor  # log of the mean p; examples × classes
     expected_entropy: Tensor  # mean H(p) over the draws
-    disagreement: Tensor  # share of draws that predict another class than the mean does
     targets: Tensor | None  # None: the data have no labels
     samples: int
     checksums: Tensor  # sum of each example's input, to verify that two passes saw the same data
@@ -76,8 +75,7 @@ class Predictions:
 
     def chosen(self, index: Tensor) -> Predictions:
         """The predictions for some of the examples."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        rows: dict[str, Any] = {name: v[index] for name, v in held.items() if isinstance(v, Tensor)}
+        rows: dict[str, Any] = {name: v[index] for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **rows)
 
 
@@ -134,8 +132,8 @@ def ensemble(
     several = not isinstance(compressed, Compressed)
     members = list(compressed) if isinstance(compressed, Sequence) else [compressed]
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model] * len(members)
-    if not isinstance(samples, int) or samples < (0 if several else 1):
-        least = 0 if several else 1
+    least = 0 if several else 1
+    if not isinstance(samples, int) or samples < least:
         raise DataError(f"samples is {samples}: allowed is a whole number of at least {least}")
     if not members or len(models) != len(members):
         raise DataError(
@@ -158,8 +156,11 @@ def ensemble(
             member.apply_to(own)
             if number in points or (member.posterior == "tensor" and not member.drawable):
                 yield own, max(samples, 1)
-            else:
-                yield from ((net, 1) for net in _draws(drawn, own, samples, seed))
+                continue
+            generator = _generator(seed)
+            for _ in range(samples):
+                own.load_state_dict({**own.state_dict(), **drawn.sample(generator)})
+                yield own, 1
 
     try:
         return _mean(predictors(), source)
@@ -176,13 +177,6 @@ def _scaled(compressed: Compressed, scale: float) -> Compressed:
     if scale == 1 or sigma is None:
         return compressed
     return replace(compressed, sigma_codes=None, weight_sigma=sigma * scale)
-
-
-def _draws(compressed: Compressed, model: nn.Module, samples: int, seed: int) -> Iterator[nn.Module]:
-    generator = _generator(seed)
-    for _ in range(samples):
-        model.load_state_dict({**model.state_dict(), **compressed.sample(generator)})
-        yield model
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -207,7 +201,7 @@ def _mean(networks: Iterable[tuple[nn.Module, int]], source: Source) -> Predicti
     passes = ((_one_pass(model, source), count) for model, count in networks)
     first, count = next(passes)
     log_total, entropy = first.log_p + math.log(count), count * first.entropy
-    classes = [first.log_p.argmax(1)] * count
+    samples = count
     for number, (now, count) in enumerate(passes, 2):
         if (own := now.log_p.shape[1]) != (whole := log_total.shape[1]):
             raise DataError(f"one network has {own} classes and the first {whole}: they cannot vote together")
@@ -219,13 +213,10 @@ def _mean(networks: Iterable[tuple[nn.Module, int]], source: Source) -> Predicti
             )
         log_total = torch.logaddexp(log_total, now.log_p + math.log(count))
         entropy = entropy + count * now.entropy
-        classes += [now.log_p.argmax(1)] * count
-    samples = len(classes)
-    log_p = log_total - math.log(samples)
+        samples += count
     return Predictions(
-        log_probabilities=log_p,
+        log_probabilities=log_total - math.log(samples),
         expected_entropy=entropy / samples,
-        disagreement=1 - (torch.stack(classes) == log_p.argmax(1)).sum(0).double() / samples,
         targets=first.targets,
         samples=samples,
         checksums=first.checksums,

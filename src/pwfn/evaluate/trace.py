@@ -52,14 +52,6 @@ class Histogram(NamedTuple):
         """Number of weights counted."""
         return sum(self.counts)
 
-    def edges(self) -> list[float]:
-        """The boundaries of the bins, one more than there are counts.
-
-        >>> Histogram(-16, (3, 1)).edges()[0], Histogram(-16, (3, 1)).edges()[-1] == 2**-1.75
-        (0.25, True)
-        """
-        return [2 ** ((self.first + i) / BINS_PER_OCTAVE) for i in range(len(self.counts) + 1)]
-
 
 class Sample(NamedTuple):
     """Some weights of one parameter, the same ones in every trace; six significant digits."""

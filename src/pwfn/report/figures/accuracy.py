@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pwfn.evaluate.calibration import Bin, binned_error
 from pwfn.evaluate.targets import pareto
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
@@ -43,13 +44,8 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         panel = sheet.subplots()
         for key, n in formats.items():
             panel.axvline(n, color=INK, linewidth=0.9, linestyle=":", alpha=0.6)
-            place: dict[str, Any] = {
-                "xytext": (3, -2),
-                "textcoords": "offset points",
-                "va": "top",
-                "fontsize": 8.5,
-            }
-            panel.annotate(key, (n, 1), xycoords=("data", "axes fraction"), **place)
+            place = ("data", "axes fraction")
+            panel.annotate(key, (n, 1), (3, -2), place, "offset points", va="top", fontsize=8.5)
         for number, rival in enumerate(rivals):
             mark = MARKERS[1 + number % (len(MARKERS) - 1)]
             hollow: dict[str, Any] = {"markerfacecolor": "none", "markersize": 6}
@@ -111,26 +107,26 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
     )
 
 
-Bins = Sequence[Mapping[str, Any]]
-"""Of each its ``examples``, and their mean ``confidence`` and ``accuracy``."""
+def reliability(diagrams: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> Figure | None:
+    """Accuracy against confidence, one panel per set of predictions, all on the same scale.
 
-
-def reliability(found: Mapping[str, Bins], key: str) -> Figure | None:
-    """Accuracy against confidence, one panel per set of predictions, all on the same scale."""
+    A diagram is a list of bins, each with the fields of :class:`pwfn.evaluate.calibration.Bin`.
+    """
+    found = {str(name): tuple(Bin(**each) for each in bins) for name, bins in diagrams.items()}
     if not found:
         return None
-    ends = [b[name] for bins in found.values() for b in bins for name in ("confidence", "accuracy")]
+    ends = [end for bins in found.values() for b in bins for end in (b.confidence, b.accuracy)]
     low = min(math.floor(10 * min(ends, default=0.0)) / 10, 0.9)
     rows = math.ceil(len(found) / 3)
 
     def draw(sheet: Sheet) -> None:
         panels = sheet.subplots(rows, 3, squeeze=False, sharex=True, sharey=True)
         for panel, (name, bins) in zip(panels.flatten(), found.items(), strict=False):
-            x, y = [b["confidence"] for b in bins], [b["accuracy"] for b in bins]
+            x, y = [b.confidence for b in bins], [b.accuracy for b in bins]
             panel.plot([low, 1], [low, 1], color=INK, linewidth=0.8, linestyle=DASHED)
             style.strokes(panel, x, x, y, color=SERIES[1], linewidth=1.2)
             panel.plot(x, y, "o", color=SERIES[0], clip_on=False)
-            panel.set_title(short(str(name), 28))
+            panel.set_title(short(name, 28))
             edges = (low - 0.02 * (1 - low), 1 + 0.02 * (1 - low))
             panel.set(xlim=edges, ylim=edges, aspect="equal")
         for number, panel in enumerate(panels.flatten()):
@@ -141,8 +137,7 @@ def reliability(found: Mapping[str, Bins], key: str) -> Figure | None:
         for row in panels:
             row[0].set_ylabel("accuracy")
 
-    errors = {str(name): calibration_error(bins) for name, bins in found.items()}
-    told = "; ".join(f"{name} {error:.4f}" for name, error in errors.items())
+    told = "; ".join(f"{name} {binned_error(bins):.4f}" for name, bins in found.items())
     return Figure(
         key=key,
         title="Reliability",
@@ -152,13 +147,3 @@ def reliability(found: Mapping[str, Bins], key: str) -> Figure | None:
         draw=draw,
         height=0.5 + 2.3 * rows,
     )
-
-
-def calibration_error(bins: Bins) -> float:
-    """``sum_b n_b / n |accuracy_b - confidence_b|``.
-
-    >>> calibration_error([{"examples": 3, "confidence": 0.5, "accuracy": 0.75}])
-    0.25
-    """
-    total = max(sum(b["examples"] for b in bins), 1)
-    return math.fsum(b["examples"] / total * abs(b["accuracy"] - b["confidence"]) for b in bins)
