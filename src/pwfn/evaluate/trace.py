@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,35 +78,10 @@ class Trace:
         return f"Trace({self.moment}, round={self.round}, fraction={self.fraction:g}, centres={self.centres})"
 
     def to_line(self) -> str:
-        """One line of JSON; equal traces give equal lines."""
+        """One line of JSON, without what is empty; equal traces give equal lines."""
         plain = {**asdict(self), "moment": str(self.moment)}
         kept = {key: value for key, value in plain.items() if value is not None and value != ()}
         return json.dumps(kept, separators=(",", ":"), allow_nan=False)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers, strings, lists and mappings only, for a checkpoint."""
-        found: dict[str, Any] = json.loads(self.to_line())
-        return found
-
-    @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Trace:
-        """The inverse of ``to_plain``.
-
-        >>> trace = Trace(Moment.BEFORE, 2, 0.5, sigma=Histogram(-20, (1, 0, 4)))
-        >>> Trace.of_plain(trace.to_plain()) == trace
-        True
-        """
-        sigma = plain.get("sigma")
-        return cls(
-            moment=Moment(plain["moment"]),
-            round=plain["round"],
-            fraction=plain["fraction"],
-            sigma=Histogram(sigma[0], tuple(sigma[1])) if sigma else None,
-            centres=plain["centres"],
-            codebook=tuple((value, count) for value, count in plain.get("codebook", ())),
-            moves=tuple(Move(*move) for move in plain.get("moves", ())),
-            sample=tuple(Sample(name, tuple(mu), tuple(s)) for name, mu, s in plain.get("sample", ())),
-        )
 
 
 def at_start(layout: Layout, weights: WeightState) -> Trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -48,17 +47,6 @@ def power_of_two(exponent: int) -> str:
     if exponent in (0, 1):
         return str(2**exponent)
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def setting(value: Any) -> str:
-    """A setting's value.
-
-    >>> setting(True), setting(0.00048828125), setting([0.5, 1.0]), setting([])
-    ('true', '0.00048828125', '0.5, 1.0', 'none')
-    """
-    if isinstance(value, list):
-        return ", ".join(map(setting, value)) or "none"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def clean(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pwfn.config.changes import Settings
+from pwfn.config.changes import Settings, toml
 from pwfn.errors import FileError, PwfnError, cause
 from pwfn.evaluate.targets import pareto
 from pwfn.export.command import input_sizes
@@ -111,7 +111,7 @@ def _render(**values: Any) -> str:
         "shown": formats.shown,
         "size": formats.size,
         "duration": lambda seconds: duration(seconds) if isinstance(seconds, int | float) else "–",
-        "setting": formats.setting,
+        "setting": toml,
         "svg": lambda figure: Markup(style.svg(figure)),
     }
     return environment.from_string(_asset("page.html.j2")).render(**values).strip() + "\n"

@@ -23,6 +23,7 @@ from pwfn.evaluate.trace import Sample as Sample
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.fixing.record import Move as Move
+from pwfn.run.checkpoint import from_plain
 
 MODEL, RECORD, LOG, TRACE = "model.pwfn", "record.json", "log.jsonl", "trace.jsonl"
 UNCERTAINTY, ASKED = "uncertainty.json", "asked.json"
@@ -212,7 +213,7 @@ def read_trace(folder: Path) -> list[Trace]:
     found = []
     for number, text in enumerate(lines, 1):
         try:
-            found.append(Trace.of_plain(json.loads(text)))
+            found.append(from_plain(dict(json.loads(text)), Trace))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(
                 f"{path}: line {number} is damaged ({type(error).__name__}): remove the file to do without it"
