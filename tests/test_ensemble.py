@@ -31,7 +31,7 @@ from pwfn.evaluate.ensemble import Score, ensemble, point
 from pwfn.lab.uncertainty.assess import Comparison, Rival, assess, split_in_half
 from pwfn.lab.uncertainty.file import assess_file
 from pwfn.run.options import RunOptions, TrustOptions
-from pwfn.run.scores import evaluate_file
+from pwfn.run.scores import file_facts, open_file
 from pwfn.zoo.models import digits_resnet
 
 CLASSES = 3
@@ -530,7 +530,7 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
             out=tmp_path / "uncertainty.json",
         ),
     )
-    plain = evaluate_file(file, options, seed=2)
+    plain = file_facts(open_file(file, options, 2), file)
     assert {name: facts[name] for name in plain} == plain
     assert [row.rival for row in table.rows] == list(Rival)
     assert list(table.rows[0].auroc) == ["noise", "shift:rotate:90"]
@@ -539,5 +539,5 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "uncertainty.json").read_text())
     assert written == json.loads(json.dumps(table.to_dict())) == json.loads(json.dumps(facts["uncertainty"]))
     assert table.row(Rival.POINT).accuracy_all == facts["after"]["metric"]
-    whole, _ = assess_file(file, options, TrustOptions(samples=3, seed=2))
-    assert evaluate_file(file, options, samples=3, seed=2)["ensemble"] == whole["ensemble"]
+    whole, table = assess_file(file, options, TrustOptions(samples=3, seed=2))
+    assert whole["ensemble"] == table.row(Rival.ENSEMBLE).accuracy_all
