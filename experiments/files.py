@@ -49,7 +49,7 @@ def model_of(compressed: Compressed) -> nn.Module:
 def test_batches(spec: str, compressed: Compressed) -> Iterable[tuple[Tensor, Tensor]]:
     """The test images, prepared as the file says."""
     preparation = preparation_of(compressed, "", network_of(compressed, ""))
-    options = DataOptions.prepared(preparation, batch_size=500)
+    options = DataOptions(**vars(preparation), batch_size=500)
     found: Iterable[tuple[Tensor, Tensor]] = open_source(spec, options).test
     return found
 

@@ -117,26 +117,17 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, method: str | None = None) -> Self:
-        """The settings of a preset, ``recommended``, ``small``, ``quick`` or ``paper``, for a method.
+        """The settings of a preset. ``quick`` and ``small`` name their own methods; ``paper`` is for ``pwfn``.
 
-        ``recommended``: one sigma for all weights, as large as the network tolerates, which is not
-        trained; the rule ``each``; BatchNorm re-estimation and one epoch of polish at the end.
-        BatchNorm is then folded, and what is not compressed rounded: the file is meant for inference. For
-        exact tensors set ``finish.fold_batchnorm = false`` and ``finish.uncompressed_dtype = "float32"``.
-
-        ``quick``: the method ``conditioned``. No labels and no training: the weights go to multiples of one
-        step, layer by layer, and those still free take up the rounding error. A thousand images are enough.
-
-        ``small``: the method ``rate``. Trained for the bytes: the divergence from the original network's
-        output plus a price for the length of the code. Meant to be used with ``target.bytes``.
-
-        ``paper``: the paper's numbers, every one of them pinned. Departures from its text: the clamp of
-        the initial sigma has its bounds in the right order, and divides by the third quartile of the whole
-        product (the text swaps the bounds and names one factor); the gradient is clipped to norm 1 before
-        the regulariser's part is added (the text does not say where); ties are broken as
-        :func:`pwfn.fix_round` says (the text does not say how).
-
-        ``paper`` is for the method ``pwfn`` alone; ``quick`` and ``small`` name their own methods.
+        - ``recommended``: one sigma for all weights, as large as the network tolerates, which is not trained;
+          the rule ``each``; new BatchNorm statistics and an epoch of polish at the end. The file is meant for
+          inference: BatchNorm is folded, and what is not compressed rounded. For exact tensors set
+          ``finish.fold_batchnorm = false`` and ``finish.uncompressed_dtype = "float32"``.
+        - ``quick``: the method ``conditioned``. A thousand images, no labels and no training: the weights go
+          to multiples of one step, layer by layer, and those still free take up the rounding error.
+        - ``small``: the method ``rate``. Trained for the bytes: the divergence from the original's output
+          plus a price for the length of the code. Meant to be used with ``target.bytes``.
+        - ``paper``: the paper's numbers, every one of them pinned; docs/method.md names the departures.
 
         >>> Config.preset("quick").method
         'conditioned'

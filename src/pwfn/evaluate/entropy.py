@@ -6,6 +6,7 @@ Every function takes a layout and one value per weight, so a run can be measured
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -80,20 +81,15 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
     none = torch.zeros(book.numel(), dtype=torch.int64, device=book.device)
     inner = [e.name for e in layout.entries if e.kind is Kind.WEIGHT and e.layer not in layout.ends]
     whole = sum(counts.values(), none)
+    orders: Counter[int] = Counter()
+    for value, count in zip(book.tolist(), whole.tolist(), strict=True):
+        orders[pow2.order(value)] += count
     return Summary(
         whole=Pool.of_counts(book, whole),
         inner=Pool.of_counts(book, sum((counts[name] for name in inner), none)),
         layers={name: Pool.of_counts(book, own) for name, own in counts.items()},
-        orders=_orders(book, whole),
+        orders=dict(sorted(orders.items())),
     )
-
-
-def _orders(values: Tensor, counts: Tensor) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-        order = pow2.order(value)
-        found[order] = found.get(order, 0) + count
-    return dict(sorted(found.items()))
 
 
 def per_input_channel(layout: Layout, values: Tensor, name: str) -> list[Pool]:

@@ -117,13 +117,15 @@ def _trace(
     sampled: bool,
 ) -> Trace:
     values, counts = unique_counts(weights.mu if weights.fixed is None else weights.mu[weights.fixed])
+    # Of equally frequent values the smaller ones, all of them ascending.
+    order = counts.argsort(stable=True, descending=True)[:MOST_CENTRES].sort().values
     return Trace(
         moment,
         number,
         _fixed_share(weights),
         sigma=sigma_histogram(layout, weights),
         centres=values.numel(),
-        codebook=_most_frequent(values, counts),
+        codebook=tuple(zip(values[order].tolist(), counts[order].tolist(), strict=True)),
         moves=moves,
         sample=tuple(_samples(layout, weights)) if sampled else (),
     )
@@ -160,12 +162,6 @@ def sigma_histogram(layout: Layout, weights: WeightState) -> Histogram | None:
     if not filled:
         return None
     return Histogram(bins[filled[0]], tuple(counts[filled[0] : filled[-1] + 1].tolist()))
-
-
-def _most_frequent(values: Tensor, counts: Tensor) -> tuple[tuple[float, int], ...]:
-    """Ascending; of equally frequent values the smaller ones."""
-    order = counts.argsort(stable=True, descending=True)[:MOST_CENTRES].sort().values
-    return tuple(zip(values[order].tolist(), counts[order].tolist(), strict=True))
 
 
 def _samples(layout: Layout, weights: WeightState) -> Iterator[Sample]:

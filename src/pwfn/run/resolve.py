@@ -106,8 +106,8 @@ def data_options(
     options: RunOptions, preparation: DataConfig, seed: int, distributed: Distributed
 ) -> DataOptions:
     """How images are prepared for the network, batched and divided among the processes."""
-    return DataOptions.prepared(
-        preparation,
+    return DataOptions(
+        **vars(preparation),
         batch_size=options.batch_size,
         test_batch_size=options.test_batch_size,
         seed=seed,

@@ -254,10 +254,10 @@ def read_digits() -> Arrays:
     return Arrays("digits", images[:1347], labels[:1347], images[1347:], labels[1347:], augment=False)
 
 
-def digits(batch_size: int = 32, seed: int = 0) -> Split:
+def digits(batch_size: int = 32) -> Split:
     """Loaders over the bundled 8×8 digits: 1,347 images to train on, 450 to test on.
 
     >>> len(digits().train.images), len(digits().test.images)
     (1347, 450)
     """
-    return read_digits().split(DataOptions(batch_size=batch_size, seed=seed, test_batch_size=450))[0]
+    return read_digits().split(DataOptions(batch_size=batch_size, test_batch_size=450))[0]

@@ -12,7 +12,6 @@ import torch
 
 from pwfn.errors import DataError
 from pwfn.zoo.epochs import Epochs, check_share
-from pwfn.zoo.models import DataConfig
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 _HASHED_BYTES = 2**28  # of one array; only every n-th row of a larger one is hashed
@@ -21,6 +20,8 @@ _HASHED_BYTES = 2**28  # of one array; only every n-th row of a larger one is ha
 @dataclass(frozen=True)
 class DataOptions:
     """How images are prepared, batched and divided among processes.
+
+    The first five are what :func:`pwfn.zoo.models.data_config` returns for a network.
 
     >>> DataOptions(batch_size=64, rank=1, world=2).batch_size
     64
@@ -64,11 +65,6 @@ class DataOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise DataError(f"{name} is {value}: allowed is a whole number of at least {least}")
-
-    @classmethod
-    def prepared(cls, preparation: DataConfig, **options: Any) -> DataOptions:
-        """Options with the image preparation of a network; see :func:`pwfn.zoo.models.data_config`."""
-        return cls(**vars(preparation), **options)
 
     def divide(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The training images to train on, and those held out for testing (None: the source's test images).
