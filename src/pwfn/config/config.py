@@ -117,7 +117,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, method: str | None = None) -> Self:
-        """The settings of a preset. ``quick`` and ``small`` name their own methods; ``paper`` is for ``pwfn``.
+        """The settings of a preset. ``quick`` and ``small`` name their methods; ``paper`` is for ``pwfn``.
 
         - ``recommended``: one sigma for all weights, as large as the network tolerates, which is not trained;
           the rule ``each``; new BatchNorm statistics and an epoch of polish at the end. The file is meant for
