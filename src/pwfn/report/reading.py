@@ -16,13 +16,10 @@ from typing import Any, NamedTuple
 from pwfn.errors import FileError, cause
 from pwfn.evaluate.entropy import Summary, summarise
 from pwfn.evaluate.inspect import FileFacts, inspect
-from pwfn.evaluate.trace import BINS_PER_OCTAVE as BINS_PER_OCTAVE
-from pwfn.evaluate.trace import Histogram as Histogram
-from pwfn.evaluate.trace import Moment, Trace
-from pwfn.evaluate.trace import Sample as Sample
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Sample, Trace
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
-from pwfn.fixing.record import Move as Move
+from pwfn.fixing.record import Move
 from pwfn.run.checkpoint import from_plain
 
 MODEL, RECORD, LOG, TRACE = "model.pwfn", "record.json", "log.jsonl", "trace.jsonl"

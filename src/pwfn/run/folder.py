@@ -96,7 +96,12 @@ def run(
             resume=progress,
             keep=keeper,
             before_batch=keeper.before_batch,
-            record=_record(options, found),
+            record={  # what a file must hold to be scored again by name
+                "model": options.model,
+                **({"classes": found.classes} if found.classes is not None else {}),
+                "data": found.data.fingerprint,
+                "preparation": asdict(found.preparation),
+            },
             distributed=distributed,
         )
         result = replace(result, saved_bytes=distributed.first(lambda: _save(result, options)))
@@ -139,17 +144,6 @@ def _save(result: Result, options: RunOptions) -> int:
     size = result.save(path, posterior=options.posterior)
     check_same(path, result.compressed)
     return size
-
-
-def _record(options: RunOptions, found: Resolved) -> dict[str, Any]:
-    """What a file must hold to be scored again by name."""
-    classes = {"classes": found.classes} if found.classes is not None else {}
-    return {
-        "model": options.model,
-        **classes,
-        "data": found.data.fingerprint,
-        "preparation": asdict(found.preparation),
-    }
 
 
 class _Journal(logging.Handler):

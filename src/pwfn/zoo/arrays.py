@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from pwfn.config.seeds import generator_from
 from pwfn.errors import DataError, cause
 from pwfn.zoo.dataset import Data, DataOptions, fingerprint
-from pwfn.zoo.epochs import Epochs, check_share, epoch_order, shares
+from pwfn.zoo.epochs import Epochs, epoch_order, shares
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -69,15 +69,6 @@ class TensorLoader(Epochs):
 
     def __post_init__(self) -> None:
         count = len(self.images)
-        if count != len(self.targets):
-            raise DataError(f"there are {count:,} images and {len(self.targets):,} targets: give one each")
-        check_share(self.batch_size, self.rank, self.world)
-        channels = self.images.shape[1] if self.images.dim() > 1 else 0
-        if len(self.mean) != len(self.std) or len(self.mean) not in (0, channels):
-            raise DataError(
-                f"mean has {len(self.mean)} and std {len(self.std)} numbers: allowed is one of each per "
-                f"channel ({channels}), or none"
-            )
         self._shares = shares(count, self.batch_size, self.rank, self.world, exact=not self.shuffle)
         self._normalise = Normaliser(self.mean, self.std, self.images.device)
 

@@ -242,12 +242,12 @@ class ImageLoader(Epochs):
         if not batches:
             return
         epoch = _Epoch(self.images, options, self.train, number)
-        reader = _reader(epoch, [batch.numpy() for batch in batches], _collate)
+        reader = _reader(epoch, [batch.numpy() for batch in batches])
         try:
-            for batch in reader:
-                if isinstance(batch, str):  # an exception from a worker would carry its traceback
-                    raise DataError(batch)
-                images, *targets = (part.to(device, non_blocking=True) for part in batch)
+            for parts, errors in reader:
+                if error := next(filter(None, errors), None):
+                    raise DataError(error)
+                images, *targets = (part.to(device, non_blocking=True) for part in parts)
                 yield (self._normalise(images), *targets) if targets else self._normalise(images)
         finally:
             del reader  # ends the workers now, even if an exception keeps this frame alive
@@ -259,21 +259,20 @@ def _read_all(images: Images, options: DataOptions) -> tuple[Tensor, dict[int, s
     pixels = torch.empty(len(images.names), 3, size, size, dtype=torch.uint8)
     epoch = _Epoch(images, options, train=False, number=0)
     batches = [*torch.arange(len(images.names)).split(_READ_TOGETHER)] if len(images.names) else []
-    reader = _reader(epoch, [batch.numpy() for batch in batches], _collate_readable)
+    reader = _reader(epoch, [batch.numpy() for batch in batches])
     errors: dict[int, str] = {}
     try:
-        for batch, (read, why) in zip(batches, reader, strict=True):
-            bad = [number for number, reason in enumerate(why) if reason]
-            errors |= {int(batch[number]): why[number] for number in bad}
-            good = [number for number, reason in enumerate(why) if not reason]
-            if good:
-                pixels[batch[good]] = read
+        for batch, (parts, why) in zip(batches, reader, strict=True):
+            errors |= {number: reason for number, reason in zip(batch.tolist(), why, strict=True) if reason}
+            if parts:
+                good = torch.tensor([not reason for reason in why])
+                pixels[batch[good]] = parts[0]
     finally:
         del reader
     return pixels, errors
 
 
-def _reader(epoch: _Epoch, batches: list[np.ndarray], collate: Callable[[Any], Any]) -> Iterator[Any]:
+def _reader(epoch: _Epoch, batches: list[np.ndarray]) -> Iterator[Any]:
     options = epoch.options
     _transform(options, epoch.train)  # imports torchvision here, once, and not in every worker
     with warnings.catch_warnings():
@@ -282,7 +281,7 @@ def _reader(epoch: _Epoch, batches: list[np.ndarray], collate: Callable[[Any], A
             epoch,
             batch_sampler=batches,  # type: ignore[arg-type]  # a list of arrays works
             num_workers=min(options.workers, len(batches)),
-            collate_fn=collate,
+            collate_fn=_collate,
             pin_memory=torch.device(options.device).type == "cuda",
             worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # otherwise every epoch draws from torch's global generator
@@ -351,15 +350,14 @@ def _transform(options: DataOptions, train: bool) -> Callable[[Any], Tensor]:
     return chain
 
 
-def _collate(examples: list[Any]) -> list[Tensor] | str:
-    return next((error for error in examples if isinstance(error, str)), None) or default_collate(examples)
+def _collate(examples: list[Any]) -> tuple[list[Tensor], list[str]]:
+    """A batch of what could be read, and for each example why it could not, or an empty text.
 
-
-def _collate_readable(examples: list[Any]) -> tuple[Tensor, list[str]]:
-    """The images that could be read, and for each example why it could not, or an empty text."""
-    read = [example[0] for example in examples if not isinstance(example, str)]
-    why = [example if isinstance(example, str) else "" for example in examples]
-    return torch.stack(read) if read else torch.empty(0), why
+    An exception from a worker would carry its traceback.
+    """
+    read = [example for example in examples if not isinstance(example, str)]
+    errors = [example if isinstance(example, str) else "" for example in examples]
+    return (default_collate(read) if read else []), errors
 
 
 def _ignore_interrupts(_: int) -> None:

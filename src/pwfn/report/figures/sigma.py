@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Sample
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, SERIES, Figure
 from pwfn.report.formats import short
-from pwfn.report.reading import BINS_PER_OCTAVE, Histogram, History, RunData, Sample, quantile
+from pwfn.report.reading import History, RunData, quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

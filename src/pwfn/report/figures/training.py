@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pwfn.fixing.record import Move
 from pwfn.fixing.unique import unique_counts
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
 from pwfn.report.formats import short, shown, thousands
-from pwfn.report.reading import Move, RunData, measure
+from pwfn.report.reading import RunData, measure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
