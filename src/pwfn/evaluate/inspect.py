@@ -20,7 +20,7 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.content import NOTHING_TO_DRAW
 from pwfn.file.format import Reader
 
-_PARTS = {
+PARTS = {
     "header": "header",
     "codebook": "codebooks",
     "table": "frequency tables",
@@ -28,8 +28,9 @@ _PARTS = {
     "posterior": "sigmas",
     "untouched": "other tensors",
     "padding": "padding",
-    "file": "whole file",
 }
+"""What a file consists of, and how each part is called."""
+
 _RIVALS = {"fp32": "fp32", "fp16": "fp16", "int8": "int8", "zstd19": "fp32 with zstd -19"}
 
 
@@ -200,7 +201,7 @@ def lines(facts: FileFacts) -> list[str]:
         "table": f"  (shared table before compression: {facts.shared_table_bytes:,})",
         "untouched": f"  (before compression: {facts.untouched_raw_bytes:,})",
     }
-    for part, label in _PARTS.items():
+    for part, label in {**PARTS, "file": "whole file"}.items():
         rows.append(f"{label:<24}{getattr(facts, f'{part}_bytes'):>14,}{notes.get(part, '')}")
     rows += ["", f"{'same network as':<24}{'bytes':>14}{'times as large':>18}"]
     for name, size in facts.rivals().items():

@@ -14,6 +14,7 @@ import torch
 
 from pwfn.config.changes import Settings, toml
 from pwfn.errors import FileError, PwfnError, cause
+from pwfn.evaluate.inspect import PARTS
 from pwfn.evaluate.targets import pareto
 from pwfn.export.command import input_sizes
 from pwfn.lab.costs import MOST_TERMS, Cost, Storage, cost_sheet
@@ -27,15 +28,6 @@ from pwfn.run.resolve import network_of
 from pwfn.version import __version__
 from pwfn.zoo import models
 
-PARTS = {
-    "index": "indices, one per weight",
-    "table": "frequency tables",
-    "codebook": "codebooks",
-    "posterior": "sigmas",
-    "untouched": "tensors in full precision",
-    "header": "header and record",
-    "padding": "padding",
-}
 FORMATS = {
     "fp32": "fp32",
     "fp16": "fp16",
@@ -240,16 +232,8 @@ def _costs(run: RunData, model: str | None, shape: tuple[int, ...] | None) -> di
     return {
         "trouble": "",
         "products": [(kind, n) for kind, n in _products(sheet.whole).items() if n],
-        "energy": [
-            (
-                each.arithmetic.replace("_", " "),
-                FORMATS[each.storage],
-                sheet.whole.traffic.of(each.storage),
-                each,
-            )
-            for each in sheet.whole.energy
-        ],
-        "assumptions": sheet.assumptions,
+        "storages": FORMATS,
+        "sheet": sheet,
     }
 
 

@@ -15,7 +15,6 @@ from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.predictive import fit_posterior
-from pwfn.bayes.randomness import seeded
 from pwfn.config import Precision
 from pwfn.errors import DataError, FileError, PwfnError
 from pwfn.evaluate.inspect import inspect
@@ -24,7 +23,14 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.file.storage import check_writable
 from pwfn.run.options import RunOptions
-from pwfn.run.resolve import check_classes, compared_by, data_options, network_of, preparation_of
+from pwfn.run.resolve import (
+    check_classes,
+    compared_by,
+    data_options,
+    network_of,
+    preparation_of,
+    with_weights,
+)
 from pwfn.zoo import models
 from pwfn.zoo.data import Data, DataOptions, open_source
 from pwfn.zoo.models import DataConfig
@@ -69,14 +75,8 @@ class OpenFile:
 
 def original_of(compressed: Compressed, name: str, weights: str) -> nn.Module:
     """The network of a file with its weights before compression: a file, "pretrained" or "random"."""
-    if weights == "pretrained":
-        classes = models.recorded_classes(compressed.record)
-        return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
-    with seeded(0, torch.device("cpu")):  # as in a run
-        network = network_of(compressed, name)
-    if weights != "random":
-        models.load_weights(network, weights)
-    return network
+    classes = models.recorded_classes(compressed.record)
+    return with_weights(name or models.recorded(compressed.record), weights, classes)[0]
 
 
 def _opened(path: Path, model: str) -> tuple[Compressed, nn.Module, DataConfig]:

@@ -156,7 +156,8 @@ class Arrays:
                 f"{self.name}: images are {_size(self.x_train)}, the model takes {options.image_size}×"
                 f"{options.image_size}: use a model for images of that size"
             )
-        split, used = self.split(options)
+        split = self.split(options)
+        used = (len(split.train.images), len(split.test.images) if options.holdout else 0)
         content = (used, self.x_train, self.y_train, self.x_test, self.y_test)
         return Data(
             name=spec,
@@ -170,8 +171,8 @@ class Arrays:
             labels={"y_train": self.y_train, "y_test": self.y_test},
         )
 
-    def split(self, options: DataOptions) -> tuple[Split, tuple[int, int]]:
-        """Loaders for training and testing, and the numbers of images trained on and held out."""
+    def split(self, options: DataOptions) -> Split:
+        """Loaders for training and testing."""
         kept, held = options.divide(self.name, len(self.x_train))
         x_train, y_train = self.x_train, self.y_train
         x_test, y_test = (self.x_test, self.y_test) if held is None else (x_train[held], y_train[held])
@@ -180,7 +181,7 @@ class Arrays:
         options.check_divisible(self.name, len(x_train), len(x_test))
         train = self._loader(x_train, y_train, options.batch_size, options, train=True)
         test = self._loader(x_test, y_test, options.test_batch_size or 1000, options, train=False)
-        return Split(train, test), (len(kept), 0 if held is None else len(held))
+        return Split(train, test)
 
     def _loader(
         self, images: np.ndarray, labels: np.ndarray, size: int, options: DataOptions, *, train: bool
@@ -251,4 +252,4 @@ def digits(batch_size: int = 32) -> Split:
     >>> len(digits().train.images), len(digits().test.images)
     (1347, 450)
     """
-    return read_digits().split(DataOptions(batch_size=batch_size, test_batch_size=450))[0]
+    return read_digits().split(DataOptions(batch_size=batch_size, test_batch_size=450))

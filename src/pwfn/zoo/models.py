@@ -63,7 +63,7 @@ def create(name: str, *, pretrained: bool = False, classes: int | None = None, *
             options["num_classes"] = classes
         if (torchvisions := _torchvision_name(name)) is not None:
             return torchvision_model(torchvisions, pretrained=pretrained, **options)
-        return timm_model(name, **options, **({"pretrained": True} if pretrained else {}))
+        return timm_model(name, pretrained=pretrained, **options)
     if pretrained:
         own = ", or --weights random for those that its function gives" if is_file else ""
         raise PwfnError(f"model {name!r} has no pre-trained weights: give a file with --weights FILE{own}")

@@ -22,21 +22,25 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
 
     Of one run also the sizes of other formats, whose accuracy nobody measured.
     """
-    scored = [(run, name, run.after) for run, name in zip(runs, names, strict=True) if run.after is not None]
+    scored = [run for run in runs if run.after is not None]
     if not scored:
         return None
-    what = measure([run for run, *_ in scored])
-    points = [(after, run.file.file_bytes) for run, _, after in scored]
-    best = pareto(points)
-    originals = {(run.file.fp32_bytes, run.before) for run, *_ in scored if run.before is not None}
+    what = measure(scored)
+    files = [
+        (name, run.after, run.file.file_bytes)
+        for run, name in zip(runs, names, strict=True)
+        if run.after is not None
+    ]
+    best = pareto([(after, file_bytes) for _, after, file_bytes in files])
+    front = [file for file, is_best in zip(files, best, strict=True) if is_best]
+    originals = sorted({(run.file.fp32_bytes, run.before) for run in scored if run.before is not None})
     states = [
         (state.file_bytes, 100 * state.accuracy)
         for run in runs
         for state in run.states
         if math.isfinite(state.accuracy) and state.file_bytes
     ]
-
-    only = scored[0][0] if len(scored) == 1 else None
+    only = scored[0] if len(scored) == 1 else None
     rivals = only.rivals if only is not None and what == "accuracy" else ()
     formats = {key: n for key, n in only.file.rivals().items() if key != "fp32"} if only is not None else {}
 
@@ -48,27 +52,23 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
             panel.annotate(key, (n, 1), (3, -2), place, "offset points", va="top", fontsize=8.5)
         for number, rival in enumerate(rivals):
             mark = MARKERS[1 + number % (len(MARKERS) - 1)]
-            hollow: dict[str, Any] = {"markerfacecolor": "none", "markersize": 6}
-            hollow["color"] = SERIES[1 + number % (len(SERIES) - 1)]
-            label = clean(rival.label)[:26]
-            panel.plot([rival.file_bytes], [100 * rival.accuracy], mark, label=label, **hollow)
+            look: dict[str, Any] = {"color": SERIES[1 + number % (len(SERIES) - 1)], "markersize": 6}
+            look |= {"markerfacecolor": "none", "label": clean(rival.label)[:26]}
+            panel.plot([rival.file_bytes], [100 * rival.accuracy], mark, **look)
         if states:
             label = "other states"
             panel.plot(*zip(*states, strict=True), "o", color=INK, alpha=0.35, markeredgewidth=0, label=label)
-        for number, (fp32_bytes, before) in enumerate(sorted(originals)):
+        for number, (fp32_bytes, before) in enumerate(originals):
             label = "before, fp32" if number == 0 else "_"  # one entry in the legend
             panel.plot([fp32_bytes], [100 * before], "s", color=INK, markersize=6, label=label)
-        front = sorted((b, 100 * a) for (a, b), on in zip(points, best, strict=True) if on)
-        look = {"color": INK, "linewidth": 0.9, "linestyle": DASHED, "drawstyle": "steps-post"}
-        panel.plot(*zip(*front, strict=True), **look)
-        for number, ((_, name, after), (_, file_bytes), on) in enumerate(
-            zip(scored, points, best, strict=True), 1
-        ):
+        x, y = zip(*sorted((file_bytes, 100 * after) for _, after, file_bytes in front), strict=True)
+        panel.plot(x, y, color=INK, linewidth=0.9, linestyle=DASHED, drawstyle="steps-post")
+        for number, ((name, after, file_bytes), is_best) in enumerate(zip(files, best, strict=True), 1):
             color = SERIES[(number - 1) % len(SERIES)]
-            label = f"{number}  {short(name)}" if len(scored) > 1 else "this file"
-            look = {"color": color, "markersize": 8, "markerfacecolor": color if on else "none"}
+            label = f"{number}  {short(name)}" if len(files) > 1 else "this file"
+            look = {"color": color, "markersize": 8, "markerfacecolor": color if is_best else "none"}
             panel.plot([file_bytes], [100 * after], "o", label=label, **look)
-            if len(scored) > 1:
+            if len(files) > 1:
                 at = (file_bytes, 100 * after)
                 panel.annotate(str(number), at, xytext=(6, 5), textcoords="offset points", fontsize=8.5)
         panel.set(xscale="log", xlabel="bytes")
@@ -77,15 +77,11 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         style.accuracy_axis(panel, what)
         sheet.legend(loc="outside lower left", ncols=2)
 
-    told = [
-        f"{name}, {after:.2%} at {size(file_bytes)}"
-        for (_, name, after), (_, file_bytes), on in zip(scored, points, best, strict=True)
-        if on
-    ]
-    before = [f"before compression {b:.2%} at {size(n)} in fp32" for n, b in sorted(originals)]
-    before += [f"{rival.label} {rival.accuracy:.2%} at {size(rival.file_bytes)}" for rival in rivals]
-    before += [f"{key} would take {size(n)}" for key, n in formats.items()]
-    several = f"Of {len(scored)} runs, those that no other beats in both {what} and size: "
+    told = [f"{name}, {after:.2%} at {size(file_bytes)}" for name, after, file_bytes in front]
+    told += [f"before compression {accuracy:.2%} at {size(n)} in fp32" for n, accuracy in originals]
+    told += [f"{rival.label} {rival.accuracy:.2%} at {size(rival.file_bytes)}" for rival in rivals]
+    told += [f"{key} would take {size(n)}" for key, n in formats.items()]
+    several = f"Of {len(files)} runs, those that no other beats in both {what} and size: "
     return Figure(
         key="accuracy",
         title=f"{what.capitalize()} against size",
@@ -94,7 +90,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         + (" Small dots are the network after each round, or at each step that was tried." if states else "")
         + (" Hollow marks are other methods of the same table." if rivals else "")
         + (" Dotted lines are sizes of other formats, whose accuracy was not measured." if formats else ""),
-        alt=f"{several if len(scored) > 1 else ''}{'; '.join([*told, *before])}.",
+        alt=f"{several if len(files) > 1 else ''}{'; '.join(told)}.",
         draw=draw,
         height=2.9 + 0.2 * math.ceil((len(scored) + len(rivals) + bool(states) + bool(originals)) / 2),
         width=style.NARROW,
