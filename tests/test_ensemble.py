@@ -24,6 +24,7 @@ from pwfn.evaluate.calibration import (
     false_positive_rate,
     fit_temperature,
     negative_log_likelihood,
+    reliability,
     risk_coverage,
     tempered,
 )
@@ -233,7 +234,7 @@ def test_rows_are_the_measures_of_the_half_that_is_scored() -> None:
         is_wrong = (log_p.argmax(1) != Y).double()
         assert row.temperature is None
         assert row.nll == negative_log_likelihood(log_p[scored], Y[scored])
-        assert row.calibration_error == calibration_error(log_p[scored].exp(), Y[scored])
+        assert row.calibration_error == calibration_error(reliability(log_p[scored].exp(), Y[scored]))
         confidence = found.uncertainty(Score.MAX_PROBABILITY)[scored]
         assert row.risk_coverage_area == float(risk_coverage(confidence, is_wrong[scored]).mean())
         assert row.accuracy == pytest.approx(1 - float(is_wrong[scored].mean()))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pwfn.evaluate.calibration import Bin, binned_error
+from pwfn.evaluate.calibration import Bin, calibration_error
 from pwfn.evaluate.targets import pareto
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
@@ -133,7 +133,7 @@ def reliability(diagrams: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -
         for row in panels:
             row[0].set_ylabel("accuracy")
 
-    told = "; ".join(f"{name} {binned_error(bins):.4f}" for name, bins in found.items())
+    told = "; ".join(f"{name} {calibration_error(bins):.4f}" for name, bins in found.items())
     return Figure(
         key=key,
         title="Reliability",
