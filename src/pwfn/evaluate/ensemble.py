@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch, Source, batched
-from pwfn.bayes.distributed import usable_device
 from pwfn.bayes.objective import evaluating, logits
 from pwfn.errors import ConfigError, DataError
-from pwfn.evaluate.score import full_float32
+from pwfn.evaluate.score import full_float32, placed
 from pwfn.file.compressed import Compressed
 
 _ROUNDING_NATS = 1e-13
@@ -95,7 +93,7 @@ def point(
     >>> found.mutual_information.tolist()
     [0.0, 0.0, 0.0]
     """
-    return _mean([(model, 1)], Source(name, batched(loader), _placed(model, device)))
+    return _mean([(model, 1)], Source(name, batched(loader), placed(model, device)))
 
 
 def ensemble(
@@ -147,7 +145,7 @@ def ensemble(
             raise DataError(f"a model is a {type(own).__name__}: allowed is a torch.nn.Module")
     _generator(seed)
     scaled = [_scaled(member, sigma_scale) for member in members]
-    places = [_placed(each, device) for each in models]
+    places = [placed(each, device) for each in models]
     source = Source(name, batched(loader), places[0])
     points = {n for n, one in enumerate(members) if not samples or (several and one.posterior == "none")}
 
@@ -291,13 +289,3 @@ def missing_probability(log_probabilities: Tensor) -> Tensor:
 def _entropy(log_p: Tensor) -> Tensor:
     """``-sum_k p_k log p_k``."""
     return -(log_p.exp() * log_p).sum(1)
-
-
-def _placed(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device of a model, after moving it to ``device`` if one is given."""
-    if device is not None:
-        chosen = usable_device(device)
-        model.to(chosen)
-        return chosen
-    held = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in held), torch.device("cpu"))

@@ -6,13 +6,11 @@ Every function takes a layout and one value per weight, so a run can be measured
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pwfn.fixing import candidates as pow2
 from pwfn.fixing.unique import entropy_of, unique, unique_counts
 from pwfn.layout import Kind, Layout
 
@@ -62,7 +60,6 @@ class Summary:
     whole: Pool
     inner: Pool  # without biases and without the first and the last layer, in the model's order
     layers: dict[str, Pool]  # by parameter name
-    orders: dict[int, int]  # number of weights by order: how many powers of two their value needs
 
 
 def summarise(layout: Layout, values: Tensor) -> Summary:
@@ -70,8 +67,8 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
 
     >>> from torch import nn
     >>> found = summarise(Layout.of(nn.Linear(4, 1, bias=False)), torch.tensor([0.0, 0.5, -0.25, 0.375]))
-    >>> found.whole.unique, found.orders
-    (4, {0: 1, 1: 2, 2: 1})
+    >>> found.whole.unique, found.whole.power_of_two_share
+    (4, 0.75)
     """
     # One sort for all pools: the rest is counting small integers.
     book, index = unique(values.detach())
@@ -81,14 +78,10 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
     none = torch.zeros(book.numel(), dtype=torch.int64, device=book.device)
     inner = [e.name for e in layout.entries if e.kind is Kind.WEIGHT and e.layer not in layout.ends]
     whole = sum(counts.values(), none)
-    orders: Counter[int] = Counter()
-    for value, count in zip(book.tolist(), whole.tolist(), strict=True):
-        orders[pow2.order(value)] += count
     return Summary(
         whole=Pool.of_counts(book, whole),
         inner=Pool.of_counts(book, sum((counts[name] for name in inner), none)),
         layers={name: Pool.of_counts(book, own) for name, own in counts.items()},
-        orders=dict(sorted(orders.items())),
     )
 
 

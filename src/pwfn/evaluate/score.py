@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source
-from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.distributed import Distributed, usable_device
 from pwfn.bayes.objective import (
     LossFn,
     Objective,
@@ -109,15 +110,23 @@ def evaluate(
     >>> print(evaluate(nn.Identity(), [torch.eye(2)], original=nn.Identity()))
     agreement 100.00% of 2 examples (KL 0)
     """
-    if device is not None:
-        model.to(device)
-    where = next((tensor.device for tensor in model.state_dict().values()), torch.device(device or "cpu"))
+    where = placed(model, device)
     if metric is None and loss_fn is F.cross_entropy:
         metric = accuracy
     objective = Objective(loss_fn)
     if original is not None:
         objective = Objective(divergence, copy.deepcopy(original).to(where).eval())
     return mean_scores(model, Source("the loader", loader, where), objective, metric)
+
+
+def placed(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The device of a model, after moving it to ``device`` if one is given."""
+    if device is not None:
+        chosen = usable_device(device)
+        model.to(chosen)
+        return chosen
+    held = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in held), torch.device("cpu"))
 
 
 class AnswerCounter:

@@ -33,11 +33,12 @@ def doubts(before: Scores | None, steps: Sequence[int]) -> tuple[str, ...]:
     >>> doubts(Scores(0.3, 0.92, 10_000), [20, 391, 391])
     ()
     """
-    count, wrong = sum(steps), None if before is None else _bad_start(before)
-    found = () if wrong is None else (wrong,)
-    if not 0 < count < FEW_STEPS:
-        return found
-    return (f"only {count} training steps in all: give more data, more epochs or smaller batches", *found)
+    found = []
+    if 0 < (count := sum(steps)) < FEW_STEPS:
+        found.append(f"only {count} training steps in all: give more data, more epochs or smaller batches")
+    if before is not None and (wrong := _bad_start(before)) is not None:
+        found.append(wrong)
+    return tuple(found)
 
 
 def kept_statistics(net: WeightNetwork, model: nn.Module) -> tuple[str, ...]:

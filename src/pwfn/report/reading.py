@@ -221,13 +221,10 @@ def read_trace(folder: Path) -> list[Trace]:
 def names(runs: Sequence[RunData]) -> list[str]:
     """A unique name per run: as many of its last folders as that takes, or a number."""
     paths = [Path(os.path.abspath(run.folder)).parts for run in runs]
-    found = [run.name for run in runs]
-    for depth in range(2, max(map(len, paths), default=0) + 1):
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        found = ["/".join(parts[-depth:]) for parts in paths]
         if len(set(found)) == len(found):
             return found
-        found = ["/".join(parts[-depth:]) for parts in paths]
-    if len(set(found)) == len(found):
-        return found
     return [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
 
 
