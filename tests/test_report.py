@@ -307,7 +307,7 @@ def test_the_table_of_layers_is_measured_on_the_file(folder: Path, text: str) ->
         ]
         values = [entry.size, pool.entropy_bits, pool.unique, pool.zero_share]
         assert [float(value or "nan") for _, value in row[3:7]] == values
-    assert sum(int(row[7][1] or 0) for row in rows) >= facts.index_bytes
+    assert sum(int(row[7][1] or 0) for row in rows) >= facts.parts["index"]
     left_out = {row[0][0]: row[2][0] for row in cells(text, "Parameters of first in full precision")}
     assert left_out == {each.name: each.reason for each in compressed.layout.left_out}
 

@@ -117,7 +117,7 @@ def view(run: RunData, name: str, number: int) -> dict[str, Any]:
     """What the template needs of a run; ``number`` tells the ids of its figures apart."""
     file, settings = run.file, Settings.of(run.settings)
     command, command_note = compress_command(run, settings)
-    parts = {words: getattr(file, f"{part}_bytes") for part, words in PARTS.items()}
+    parts = {PARTS[part]: size for part, size in file.parts.items()}
     return {
         "name": name,
         "run": run,
