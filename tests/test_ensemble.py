@@ -90,8 +90,12 @@ def test_an_ensemble_is_what_a_literal_loop_says(samples: int, scale: float, siz
     assert torch.allclose(found.predictive_entropy, entropy, **near)
     assert torch.allclose(found.expected_entropy, expected, **near)
     assert torch.allclose(found.mutual_information, entropy - expected, rtol=1e-4, atol=1e-6)
+    votes = F.one_hot(p.argmax(2), CLASSES).double().mean(0)
+    assert torch.allclose(found.disagreement, 1 - votes[torch.arange(50), mean.argmax(1)])
     assert torch.equal(found.targets, Y)  # type: ignore[arg-type]  # there are labels
     assert repr(found) == f"Predictions(examples=50, classes=3, samples={samples})"
+    if samples > 1:
+        assert 0 < float(found.disagreement.mean()) < 1
 
 
 def test_without_sigma_an_ensemble_is_the_point_estimate() -> None:
@@ -101,6 +105,7 @@ def test_without_sigma_an_ensemble_is_the_point_estimate() -> None:
     assert torch.allclose(found.probabilities, alone.probabilities, rtol=1e-12)
     for same in (found, alone):
         assert same.mutual_information.tolist() == [0.0] * 50
+        assert same.disagreement.tolist() == [0.0] * 50
 
 
 def test_sigmas_of_centres_are_scaled_too() -> None:

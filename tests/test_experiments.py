@@ -473,7 +473,7 @@ def test_the_presets_differ_in_what_the_page_says() -> None:
 def test_the_scores_of_draws_by_hand() -> None:
     log_p = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0], [2.0, 2.0]], dtype=torch.float64).div(4).log()
     nothing = torch.zeros(4)
-    found = posteriors.scores(Predictions(log_p, nothing, torch.tensor([0, 1, 1, 0]), 1, nothing))
+    found = posteriors.scores(Predictions(log_p, nothing, nothing, torch.tensor([0, 1, 1, 0]), 1, nothing))
     assert found["accuracy"] == 0.75  # the last one is a tie, and the first class wins
     likelihoods = (0.75, 0.25, 0.75, 0.5)
     assert found["nll"] == pytest.approx(-sum(map(math.log, likelihoods)) / 4)

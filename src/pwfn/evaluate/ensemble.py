@@ -30,7 +30,7 @@ class Score(StrEnum):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Predictions:
-    """The mean prediction of some draws for every example, and how uncertain it is; on the CPU.
+    """The mean prediction of some draws for every example, and how much the draws differ; on the CPU.
 
     Tensors are float64 with one row per example, entropies in nats. A single network counts as one draw:
     its mutual information is 0.
@@ -38,6 +38,7 @@ class Predictions:
 
     log_probabilities: Tensor  # log of the mean p; examples × classes
     expected_entropy: Tensor  # mean H(p) over the draws
+    disagreement: Tensor  # share of draws that predict another class than the mean does
     targets: Tensor | None  # None: the data have no labels
     samples: int
     checksums: Tensor  # sum of each example's input, to verify that two passes saw the same data
@@ -199,7 +200,7 @@ def _mean(networks: Iterable[tuple[nn.Module, int]], source: Source) -> Predicti
     passes = ((_one_pass(model, source), count) for model, count in networks)
     first, count = next(passes)
     log_total, entropy = first.log_p + math.log(count), count * first.entropy
-    samples = count
+    classes = [first.log_p.argmax(1)] * count
     for number, (now, count) in enumerate(passes, 2):
         if (own := now.log_p.shape[1]) != (whole := log_total.shape[1]):
             raise DataError(f"one network has {own} classes and the first {whole}: they cannot vote together")
@@ -211,10 +212,13 @@ def _mean(networks: Iterable[tuple[nn.Module, int]], source: Source) -> Predicti
             )
         log_total = torch.logaddexp(log_total, now.log_p + math.log(count))
         entropy = entropy + count * now.entropy
-        samples += count
+        classes += [now.log_p.argmax(1)] * count
+    samples = len(classes)
+    log_p = log_total - math.log(samples)
     return Predictions(
-        log_probabilities=log_total - math.log(samples),
+        log_probabilities=log_p,
         expected_entropy=entropy / samples,
+        disagreement=1 - (torch.stack(classes) == log_p.argmax(1)).sum(0).double() / samples,
         targets=first.targets,
         samples=samples,
         checksums=first.checksums,
