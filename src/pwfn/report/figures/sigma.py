@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from statistics import median_high
 from typing import TYPE_CHECKING
 
 from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Sample
@@ -153,7 +154,8 @@ def mu_and_sigma(run: RunData) -> Figure | None:
         "weights at one value. A sigma of zero is at the lower edge.",
         alt=f"For {some} the weights are spread over all values at the start and lie on a few in the end; "
         + "; ".join(
-            f"{start.name}: median sigma {_middle(start):.2g} at the start, {_middle(end):.2g} at the end"
+            f"{start.name}: median sigma {median_high(start.sigma):.2g} at the start, "
+            f"{median_high(end.sigma):.2g} at the end"
             for start, end in chosen
         )
         + ".",
@@ -172,7 +174,3 @@ def _cloud(axes: Axes, sample: Sample, color: str, lowest: int) -> None:
         by_size.setdefault(2.4 * 2 ** (math.floor(math.log2(count)) / 2), []).append(place)
     for size, own in sorted(by_size.items()):
         style.dots(axes, [mu for mu, _ in own], [sigma for _, sigma in own], color, size)
-
-
-def _middle(sample: Sample) -> float:
-    return sorted(sample.sigma)[len(sample.sigma) // 2]

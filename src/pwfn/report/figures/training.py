@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pwfn.fixing.record import Move
@@ -203,5 +204,4 @@ def distances(run: RunData) -> Figure | None:
 
 def _mean_distance(moves: Sequence[Move]) -> float:
     """Over all weights that were not zero."""
-    weights = [move.count - move.from_zero for move in moves]
-    return sum(w * move.mean for w, move in zip(weights, moves, strict=True)) / sum(weights)
+    return fmean([move.mean for move in moves], [move.count - move.from_zero for move in moves])
