@@ -117,7 +117,7 @@ def view(run: RunData, name: str, number: int) -> dict[str, Any]:
     """What the template needs of a run; ``number`` tells the ids of its figures apart."""
     file, settings = run.file, Settings.of(run.settings)
     command, command_note = compress_command(run, settings)
-    parts = {PARTS[part]: size for part, size in file.parts.items()}
+    parts = [(PARTS[part], size) for part, size in file.parts.items() if size]
     return {
         "name": name,
         "run": run,
@@ -128,7 +128,7 @@ def view(run: RunData, name: str, number: int) -> dict[str, Any]:
         "command": command,
         "command_note": command_note,
         "sigma_note": sigma.constant(run.history),
-        "parts": sorted(((words, n) for words, n in parts.items() if n), key=lambda part: -part[1]),
+        "parts": sorted(parts, key=lambda part: -part[1]),
         "formats": [(FORMATS.get(key, key), n) for key, n in file.rivals().items()],
         "states": _states(run),
         "uncertainty": _uncertainty(run, number),
@@ -203,8 +203,7 @@ def change(run: RunData) -> str:
 
 def _states(run: RunData) -> list[tuple[Round, bool]]:
     """The network after each round, or at each step that was tried, and whether no other state beats it."""
-    known = [0.0 if math.isnan(state.accuracy) else state.accuracy for state in run.states]
-    points = [(accuracy, state.file_bytes) for accuracy, state in zip(known, run.states, strict=True)]
+    points = [(0.0 if math.isnan(s.accuracy) else s.accuracy, s.file_bytes) for s in run.states]
     return list(zip(run.states, pareto(points), strict=True))
 
 
