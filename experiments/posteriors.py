@@ -87,7 +87,7 @@ def scores(found: Predictions) -> dict[str, float]:
         "images": len(targets),
         "accuracy": calibration.accuracy(found.probabilities, targets),
         "nll": calibration.negative_log_likelihood(log_p, targets),
-        "ece": calibration.calibration_error(found.probabilities, targets),
+        "ece": calibration.calibration_error(calibration.reliability(found.probabilities, targets)),
         "nll_half_tempered": calibration.negative_log_likelihood(scaled, targets[scored]),
         "temperature": temperature,
     }

@@ -187,7 +187,7 @@ def scores(log_p: Tensor, targets: Tensor) -> dict[str, float]:
     return {
         "accuracy": calibration.accuracy(p, targets),
         "nll": calibration.negative_log_likelihood(log_p, targets),
-        "ece": calibration.calibration_error(p, targets),
+        "ece": calibration.calibration_error(calibration.reliability(p, targets)),
         "brier": calibration.brier_score(p, targets),
         "aurc": float(risks.mean()),
     }

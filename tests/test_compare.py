@@ -21,9 +21,9 @@ from pwfn.lab import compare
 from pwfn.lab.compare import measure, paper, runner
 from pwfn.lab.compare.measure import own_codebooks
 from pwfn.lab.compare.table import HEADS, Figure, make_table
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.layout import Entry, Kind, untouched
-from pwfn.run.options import RunOptions, settings
-from pwfn.run.scores import evaluate_file
+from pwfn.run.options import RunOptions, TrustOptions, settings
 from pwfn.zoo.models import digits_resnet
 
 DESCRIPTION = """
@@ -422,7 +422,7 @@ def test_the_ensemble_is_that_of_the_evaluate_command(
     run = _changed("samples = 4", f"samples = 4\nholdout = {holdout}").runs()[2]
     file = finished / run.place / "model.pwfn"
     options = RunOptions("digits_resnet", "digits", file.parent, device="cpu", holdout=holdout)
-    expected = evaluate_file(file, options, samples=4, seed=1)["ensemble"]
+    expected = evaluated(file, options, TrustOptions(samples=4, seed=1))[0]["ensemble"]
     assert measure.ensemble_accuracy(file, run, "cpu") == expected
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from cases import Shuffled, normalised_classifier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import pwfn
 from pwfn.bayes.method import METHODS, phases
 from pwfn.config import (
     PAPER_FRACTIONS,
@@ -129,7 +132,7 @@ def test_toml_comments_every_setting_and_fits_two_screens() -> None:
         at = next(
             i for i in range(lines.index(f"[{section}]"), len(lines)) if lines[i].startswith(f"{field} = ")
         )
-        assert lines[at - 1] == f"# {item.metadata['help']}: {item.metadata['check'].allowed()}"
+        assert lines[at - 1] == f"# {item.metadata['help']}: {item.metadata['check'].allowed}"
     assert len(lines) <= 100
 
 
@@ -160,6 +163,23 @@ def test_every_method_has_its_settings_and_survives_toml(name: str) -> None:
     assert config.method == name
     assert config == Config(method=name).override(METHODS[name].defaults)
     assert Config.from_toml(config.to_toml()) == Config.from_toml(f'method = "{name}"') == config
+
+
+@pytest.mark.parametrize("preset", ["quick", "small"])
+@pytest.mark.filterwarnings("ignore")
+def test_toml_marks_the_sections_that_a_method_does_not_read(preset: str) -> None:
+    config = Config.preset(preset).override({"schedule.epochs_per_round": 1})
+    lines = config.to_toml().splitlines()
+    after = {name: lines[lines.index(f"[{name}]") + 1] for name in SECTIONS}
+    marked = [name for name, line in after.items() if line.endswith("reads none of these")]
+    assert marked == ["posterior", "fixing"]
+    assert "reads none" not in Config().to_toml()
+    other = {"posterior.init": "rms", "posterior.alpha": 1, "fixing.rule": "mean", "fixing.grid_exponent": 1}
+    found = [
+        pwfn.compress(normalised_classifier(), Shuffled(), config=made).compressed.values()
+        for made in (config, config.override(other))
+    ]
+    assert torch.equal(*found)
 
 
 def test_options_of_a_method_are_kept_as_given_and_merged() -> None:

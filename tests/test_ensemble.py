@@ -24,6 +24,7 @@ from pwfn.evaluate.calibration import (
     false_positive_rate,
     fit_temperature,
     negative_log_likelihood,
+    reliability,
     risk_coverage,
     tempered,
 )
@@ -31,7 +32,7 @@ from pwfn.evaluate.ensemble import Score, ensemble, point
 from pwfn.lab.uncertainty.assess import Comparison, Rival, assess, split_in_half
 from pwfn.lab.uncertainty.file import evaluated
 from pwfn.run.options import RunOptions, TrustOptions
-from pwfn.run.scores import evaluate_file
+from pwfn.run.scores import file_facts, open_file
 from pwfn.zoo.models import digits_resnet
 
 CLASSES = 3
@@ -238,7 +239,7 @@ def test_rows_are_the_measures_of_the_half_that_is_scored() -> None:
         is_wrong = (log_p.argmax(1) != Y).double()
         assert row.temperature is None
         assert row.nll == negative_log_likelihood(log_p[scored], Y[scored])
-        assert row.calibration_error == calibration_error(log_p[scored].exp(), Y[scored])
+        assert row.calibration_error == calibration_error(reliability(log_p[scored].exp(), Y[scored]))
         confidence = found.uncertainty(Score.MAX_PROBABILITY)[scored]
         assert row.risk_coverage_area == float(risk_coverage(confidence, is_wrong[scored]).mean())
         assert row.accuracy == pytest.approx(1 - float(is_wrong[scored].mean()))
@@ -525,7 +526,7 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
             out=tmp_path / "uncertainty.json",
         ),
     )
-    plain = evaluate_file(file, options, seed=2)
+    plain = file_facts(open_file(file, options, 2), file)
     assert {name: facts[name] for name in plain} == plain
     table = facts["uncertainty"]
     rows = {row["name"]: row for row in table["rows"]}
@@ -536,4 +537,5 @@ def test_a_file_is_assessed_on_data_by_name(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "uncertainty.json").read_text()) == json.loads(json.dumps(table))
     assert rows["point estimate"]["accuracy_all"] == facts["after"]["metric"]
     whole, _ = evaluated([file], options, TrustOptions(samples=3, seed=2))
-    assert evaluate_file(file, options, samples=3, seed=2)["ensemble"] == whole["ensemble"]
+    drawn = next(row for row in whole["uncertainty"]["rows"] if row["name"] == Rival.ENSEMBLE)
+    assert whole["ensemble"] == drawn["accuracy_all"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from pwfn import Layout, LayoutError
 from pwfn.evaluate.entropy import Pool, per_attention_part, per_input_channel, summarise
@@ -97,27 +97,6 @@ def test_every_power_of_two_counts_as_one_and_its_neighbours_do_not(exponent: in
 # A whole network
 
 
-def orders(values: Tensor) -> dict[int, int]:
-    return summarise(Layout.of(nn.Linear(values.numel(), 1, bias=False)), values).orders
-
-
-def test_orders_by_hand() -> None:
-    # 7/8 = 1 - 1/8 and 3/8 = 1/2 - 1/8 need two; 11/16 = 1/2 + 1/4 - 1/16 needs three.
-    values = torch.tensor([0.0, 0.5, -0.5, 2.0, 0.375, 0.875, -0.875, 0.6875])
-    assert list(orders(values).items()) == [(0, 1), (1, 3), (2, 3), (3, 1)]
-
-
-@given(FEW)
-@settings(deadline=None, max_examples=40)
-def test_orders_count_every_weight_once_and_agree_with_the_share_of_powers_of_two(
-    values: list[float],
-) -> None:
-    found = orders(torch.tensor(values))
-    assert sum(found.values()) == len(values)
-    powers = found.get(0, 0) + found.get(1, 0)
-    assert Pool.of(torch.tensor(values)).power_of_two_share == powers / len(values)
-
-
 def test_inner_is_without_first_and_last_layer_and_without_biases() -> None:
     model = nn.Sequential(
         nn.Conv2d(1, 2, 1),
@@ -140,7 +119,6 @@ def test_inner_is_without_first_and_last_layer_and_without_biases() -> None:
     assert list(summary.layers) == [entry.name for entry in layout.entries]
     assert summary.layers["2.weight"] == summary.layers["3.weight"] == Pool.of(values[4:10])
     assert summary.layers["0.bias"] == Pool(2, 1, 0.0, 0.0, 0.0)
-    assert summary.orders == {0: 2, 1: 8, 2: layout.size - 10}  # 9 = 8 + 1 and 3 = 4 - 1
 
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))])

@@ -23,7 +23,7 @@ from pwfn.report.page import page
 from pwfn.report.reading import read_run
 from pwfn.run.folder import run
 from pwfn.run.options import RunOptions, TrustOptions
-from pwfn.zoo import images
+from pwfn.zoo import folder as folders
 from pwfn.zoo.data import Data, DataOptions, open_source
 from pwfn.zoo.models import create
 
@@ -64,7 +64,7 @@ def test_a_fifth_is_measured_on_and_the_rest_compressed_with(
 
 
 def test_at_most_a_thousand_are_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_MOST_MEASURED", 3)
+    monkeypatch.setattr(folders, "_MOST_MEASURED", 3)
     assert open_source(f"images:{folder(tmp_path, 30)}", OPTIONS).test_size == 3
     asked = replace(OPTIONS, holdout=7, limit=5)
     data = open_source(f"images:{tmp_path}", asked)
@@ -105,7 +105,7 @@ def test_a_folder_too_large_for_memory_gives_the_same_batches(
 ) -> None:
     spec, options = f"images:{folder(tmp_path, 23)}", replace(OPTIONS, workers=workers)
     kept = open_source(spec, options)
-    monkeypatch.setattr(images, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(folders, "_KEPT_BYTES", 0)
     streamed = open_source(spec, options)
     for part in ("train", "test"):
         one, other = (list(getattr(data, part).epoch(1, start=1)) for data in (kept, streamed))

@@ -86,15 +86,16 @@ def test_counts_and_entropy(facts: FileFacts, path: Path) -> None:
 def test_the_parts_are_the_file(facts: FileFacts, path: Path) -> None:
     assert facts.file_bytes == path.stat().st_size
     parts = ("header", "codebook", "table", "index", "posterior", "untouched", "padding")
-    assert sum(getattr(facts, f"{part}_bytes") for part in parts) == facts.file_bytes
-    assert facts.index_bytes == sum(tensor.index_bytes for tensor in facts.tensors)
-    assert facts.bits_per_weight == 8 * (facts.index_bytes + facts.table_bytes) / WEIGHTS
+    assert tuple(facts.parts) == parts
+    assert sum(facts.parts.values()) == facts.file_bytes
+    assert facts.parts["index"] == sum(tensor.index_bytes for tensor in facts.tensors)
+    assert facts.bits_per_weight == 8 * (facts.parts["index"] + facts.parts["table"]) / WEIGHTS
     # six values and six sigmas of four bytes, behind a byte each for how they are packed
-    assert facts.codebook_bytes <= 1 + 6 * 4
-    assert 0 < facts.posterior_bytes <= 1 + 6 * 4
-    assert facts.padding_bytes == 0
+    assert facts.parts["codebook"] <= 1 + 6 * 4
+    assert 0 < facts.parts["posterior"] <= 1 + 6 * 4
+    assert facts.parts["padding"] == 0
     # zstd may save, and never costs more than that byte: both names of the embedding are stored
-    assert 0 < facts.untouched_bytes <= 1 + 2 * 840 + 8 + 88 + 26
+    assert 0 < facts.parts["untouched"] <= 1 + 2 * 840 + 8 + 88 + 26
 
 
 def test_each_tensor_and_the_shared_table(facts: FileFacts) -> None:
@@ -114,7 +115,7 @@ def test_each_tensor_and_the_shared_table(facts: FileFacts) -> None:
     assert third.table_bytes == 1 + 2 * (1 + 2)
     assert facts.shared_table_bytes == 1 + 4 * (1 + 2)
     stored = facts.shared_table_bytes + sum(tensor.table_bytes for tensor in facts.tensors)
-    assert 0 < facts.table_bytes <= stored + 1
+    assert 0 < facts.parts["table"] <= stored + 1
 
 
 def test_rivals(facts: FileFacts, compressed: Compressed, path: Path) -> None:
@@ -143,6 +144,8 @@ def test_json(facts: FileFacts) -> None:
     for name, size in facts.rivals().items():
         assert found.pop(f"ratio_{name}") == size / facts.file_bytes
         assert found[f"{name}_bytes"] == size
+    for part, size in facts.parts.items():
+        assert found.pop(f"{part}_bytes") == size
     tensors = found.pop("tensors")
     assert found == {name: getattr(facts, name) for name in found}
     assert [tensor["name"] for tensor in tensors] == list(SIZES)
@@ -154,12 +157,12 @@ def test_several_codebooks_and_other_posteriors(compressed: Compressed, tmp_path
     divided = Compressed.of(compressed.layout, values, None, rest, divide=lambda entry: (0, 2))
     divided.save(path)
     facts = inspect(path, zstd=False)
-    assert (facts.posterior, facts.posterior_bytes, facts.model, facts.unique) == ("none", 0, None, 6)
+    assert (facts.posterior, facts.parts["posterior"], facts.model, facts.unique) == ("none", 0, None, 6)
     assert facts.entropy_bits == pytest.approx(entropy(ALIKE + ALIKE + UNLIKE + BIAS), rel=1e-12)
     compressed.save(path, posterior="weight")
     facts = inspect(path, zstd=False)
     assert facts.posterior == "weight"
-    assert facts.posterior_bytes > 0
+    assert facts.parts["posterior"] > 0
 
 
 # As text
@@ -193,7 +196,7 @@ def test_every_part_and_every_tensor_has_its_line(facts: FileFacts, path: Path) 
     }
     shown |= {"posterior": "sigmas", "untouched": "other tensors", "padding": "padding", "file": "whole file"}
     for part, label in shown.items():
-        assert row(text, label)[0] == f"{getattr(facts, part + '_bytes'):,}"
+        assert row(text, label)[0] == f"{facts.file_bytes if part == 'file' else facts.parts[part]:,}"
     for tensor in facts.tensors:
         weights, unique, bits, on_disk, size = row(text, tensor.name)
         assert weights == f"{tensor.weights:,}"

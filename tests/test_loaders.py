@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from pwfn import DataError
 from pwfn.zoo.arrays import crop_and_flip
 from pwfn.zoo.data import Repeated, TensorLoader, open_source
 from pwfn.zoo.epochs import shares
@@ -107,19 +106,6 @@ def test_bytes_become_shares_and_channels_are_normalised() -> None:
     floats = torch.tensor([[[[10.0, 20.0]]]])
     ((kept, _),) = list(TensorLoader(floats, torch.zeros(1)))
     assert torch.equal(kept, floats)  # floats are not scaled
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"targets": torch.zeros(4)}, {"batch_size": 0}, {"batch_size": 2.5}, {"rank": 1}),
-        *({"mean": (0.5,)}, {"std": (0.5,)}, {"mean": (0.5, 0.5), "std": (1.0, 1.0)}),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_together_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=next(iter(change))):
-        TensorLoader(**{"images": torch.zeros(3, 1, 2, 2), "targets": torch.zeros(3), **change})
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

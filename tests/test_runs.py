@@ -27,6 +27,7 @@ from conftest import Call
 
 from pwfn import Config, FileError, GaussianNetwork, PwfnError, cli, load
 from pwfn.file.storage import replacing
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.progress import Progress, Round
 from pwfn.run import console
 from pwfn.run import folder as runs
@@ -34,7 +35,7 @@ from pwfn.run.checkpoint import Keeper, StoppedError, Store
 from pwfn.run.console import View
 from pwfn.run.folder import run
 from pwfn.run.lock import Lock
-from pwfn.run.scores import evaluate_file
+from pwfn.run.options import TrustOptions
 from pwfn.zoo import data
 from pwfn.zoo.models import digits_resnet
 
@@ -134,10 +135,11 @@ def test_log_and_record_tell_the_same(kept: Path) -> None:
 def test_figures_are_those_of_the_file(whole: Path) -> None:
     """An ensemble too is scored in evaluation mode: how the data are batched makes no difference."""
     path = whole / "model.pwfn"
-    found = [evaluate_file(path, options(whole, test_batch_size=n), samples=3, seed=5) for n in (7, 450)]
+    asked = TrustOptions(samples=3, seed=5)
+    found = [evaluated(path, options(whole, test_batch_size=n), asked)[0] for n in (7, 450)]
     for facts in found:
         assert facts["after"]["metric"] == record(whole)["after"]["metric"]
-    assert evaluate_file(path, options(whole))["after"] == record(whole)["after"]
+    assert evaluated(path, options(whole), TrustOptions(samples=0))[0]["after"] == record(whole)["after"]
     compressed, model = load(path), digits_resnet().eval()
     generator, total = torch.Generator().manual_seed(5), torch.zeros(450, 10)
     tests = data.digits().test

@@ -199,7 +199,7 @@ def test_a_run_records_its_start_and_both_sides_of_every_fixing() -> None:
     assert dict(seen[-1].codebook) == dict(Counter(result.compressed.values().tolist()))
     assert seen[-1].sigma is None  # nothing is free
     for each in seen:
-        assert Trace.of_plain(json.loads(each.to_line())) == each
+        assert from_plain(json.loads(each.to_line()), Trace) == each
         assert "\n" not in each.to_line()
 
 

@@ -26,8 +26,7 @@ from pwfn.bayes.method import METHODS, Method
 from pwfn.bayes.network import WeightNetwork
 from pwfn.bayes.objective import divergence
 from pwfn.config import METHOD_DEFAULTS
-from pwfn.evaluate.answers import AnswerCounter, Answers
-from pwfn.evaluate.score import Scores
+from pwfn.evaluate.score import AnswerCounter, Answers, Scores
 from pwfn.evaluate.verdict import FEW_STEPS, doubts, left_out, ruin
 from pwfn.file.compressed import Compressed
 from pwfn.fixing.record import FixRecord

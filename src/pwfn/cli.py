@@ -406,7 +406,9 @@ def _status_of_command(chosen: dict[str, bool]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except PwfnError as error:
-        text = traceback.format_exc().rstrip() if chosen.get("debug") else f"pwfn: {_one_line(error)}"
+        # Names in the sentence may come from a file, and must not control the terminal.
+        plain = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
+        text = traceback.format_exc().rstrip() if chosen.get("debug") else f"pwfn: {plain}"
         typer.echo(text, err=True)
         return error.exit_status
     except (MemoryError, RuntimeError) as error:
@@ -417,8 +419,3 @@ def _status_of_command(chosen: dict[str, bool]) -> int:
         typer.echo("pwfn: there is not enough memory for this: free some, or use a larger machine", err=True)
         return PwfnError.exit_status
     return 0
-
-
-def _one_line(error: PwfnError) -> str:
-    """The sentence; names in it may come from a file, and must not control the terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))

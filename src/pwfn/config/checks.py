@@ -24,6 +24,7 @@ class Number:
     whole: bool = False
     optional: bool = False
 
+    @property
     def allowed(self) -> str:
         """What is allowed, for messages."""
         kind = "a whole number" if self.whole else "a number"
@@ -51,6 +52,7 @@ class Choice:
 
     enum: type[StrEnum]
 
+    @property
     def allowed(self) -> str:
         """What is allowed, for messages."""
         return "one of " + ", ".join(f'"{member}"' for member in self.enum)
@@ -64,9 +66,7 @@ class Choice:
 class Switch:
     """A check for true or false."""
 
-    def allowed(self) -> str:
-        """What is allowed, for messages."""
-        return "true or false"
+    allowed = "true or false"
 
     def __call__(self, value: Any) -> bool:
         """The checked value; ValueError where it is not allowed."""
@@ -79,16 +79,11 @@ class Switch:
 class Fractions:
     """A check for fractions that rise to 1."""
 
-    def allowed(self) -> str:
-        """What is allowed, for messages."""
-        return "an increasing list of numbers above 0 and at most 1, the last of them 1"
+    allowed = "an increasing list of numbers above 0 and at most 1, the last of them 1"
 
     def __call__(self, value: Any) -> tuple[float, ...]:
         """The checked value; ValueError where it is not allowed."""
-        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-            raise ValueError
-        inside = Number(0, 1, above_low=True)
-        numbers = tuple(inside(item) for item in value)
+        numbers = tuple(map(Number(0, 1, above_low=True), _items(value)))
         rising = all(a < b for a, b in itertools.pairwise(numbers))
         if not numbers or not rising or numbers[-1] != 1.0:
             raise ValueError
@@ -99,16 +94,13 @@ class Fractions:
 class Epochs:
     """A check for one number of at least 0, or a list of such numbers."""
 
-    def allowed(self) -> str:
-        """What is allowed, for messages."""
-        return "a number of at least 0, or a list with one such number per round"
+    allowed = "a number of at least 0, or a list with one such number per round"
 
     def __call__(self, value: Any) -> float | tuple[float, ...]:
         """The checked value; ValueError where it is not allowed."""
-        each = Number(0)
-        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-            return float(each(value))
-        numbers = tuple(each(item) for item in value)
+        if not isinstance(value, Iterable):
+            return float(Number(0)(value))
+        numbers = tuple(map(Number(0), _items(value)))
         if not numbers:
             raise ValueError
         return numbers
@@ -118,23 +110,23 @@ class Epochs:
 class Selectors:
     """A check for patterns of names and types of modules."""
 
-    def allowed(self) -> str:
-        """What is allowed, for messages."""
-        return 'a list of name patterns ("head.*"), "type:CLASS" strings or module classes'
+    allowed = 'a list of name patterns ("head.*"), "type:CLASS" strings or module classes'
 
     def __call__(self, value: Any) -> tuple[str, ...]:
         """The checked value; ValueError where it is not allowed."""
-        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        selectors = tuple(
+            f"type:{item.__module__}.{item.__qualname__}" if isinstance(item, type) else item
+            for item in _items(value)
+        )
+        if not all(isinstance(item, str) and item for item in selectors):
             raise ValueError
-        return tuple(self._selector(item) for item in value)
+        return selectors
 
-    @staticmethod
-    def _selector(item: Any) -> str:
-        if isinstance(item, type):
-            return f"type:{item.__module__}.{item.__qualname__}"
-        if not isinstance(item, str) or not item:
-            raise ValueError
-        return item
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError
+    return value
 
 
 def hint(name: object, known: Iterable[str]) -> str:
@@ -169,4 +161,4 @@ class Section:
                 object.__setattr__(self, item.name, check(value))
             except (ValueError, TypeError, OverflowError):
                 where = f"{self._name}.{item.name}" if self._name else item.name
-                raise ConfigError(f"{where} is {value!r}: allowed is {check.allowed()}") from None
+                raise ConfigError(f"{where} is {value!r}: allowed is {check.allowed}") from None

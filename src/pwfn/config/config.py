@@ -60,6 +60,9 @@ METHOD_DEFAULTS: dict[str, Mapping[str, Any]] = {
 }
 """By method: the settings that differ from the defaults. Methods of the lab register themselves here."""
 
+_UNREAD = {"conditioned": ("posterior", "fixing"), "rate": ("posterior", "fixing")}
+"""Sections that a method does not read."""
+
 
 @dataclass(frozen=True, repr=False)
 class Config:
@@ -90,11 +93,11 @@ class Config:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHOD_DEFAULTS:
-            raise ConfigError(_unknown_method(self.method))
+            raise ConfigError(f"method {self.method!r} is unknown{hint(self.method, METHOD_DEFAULTS)}")
         try:
             object.__setattr__(self, "seed", _SEED(self.seed))
         except (ValueError, OverflowError):
-            raise ConfigError(f"seed is {self.seed!r}: allowed is {_SEED.allowed()}") from None
+            raise ConfigError(f"seed is {self.seed!r}: allowed is {_SEED.allowed}") from None
         for name, section in _SECTIONS.items():
             if not isinstance(getattr(self, name), section):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: allowed is a {section.__name__}")
@@ -114,26 +117,17 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, method: str | None = None) -> Self:
-        """The settings of a preset, ``recommended``, ``small``, ``quick`` or ``paper``, for a method.
+        """The settings of a preset. ``quick`` and ``small`` name their methods; ``paper`` is for ``pwfn``.
 
-        ``recommended``: one sigma for all weights, as large as the network tolerates, which is not
-        trained; the rule ``each``; BatchNorm re-estimation and one epoch of polish at the end.
-        BatchNorm is then folded, and what is not compressed rounded: the file is meant for inference. For
-        exact tensors set ``finish.fold_batchnorm = false`` and ``finish.uncompressed_dtype = "float32"``.
-
-        ``quick``: the method ``conditioned``. No labels and no training: the weights go to multiples of one
-        step, layer by layer, and those still free take up the rounding error. A thousand images are enough.
-
-        ``small``: the method ``rate``. Trained for the bytes: the divergence from the original network's
-        output plus a price for the length of the code. Meant to be used with ``target.bytes``.
-
-        ``paper``: the paper's numbers, every one of them pinned. Departures from its text: the clamp of
-        the initial sigma has its bounds in the right order, and divides by the third quartile of the whole
-        product (the text swaps the bounds and names one factor); the gradient is clipped to norm 1 before
-        the regulariser's part is added (the text does not say where); ties are broken as
-        :func:`pwfn.fix_round` says (the text does not say how).
-
-        ``paper`` is for the method ``pwfn`` alone; ``quick`` and ``small`` name their own methods.
+        - ``recommended``: one sigma for all weights, as large as the network tolerates, which is not trained;
+          the rule ``each``; new BatchNorm statistics and an epoch of polish at the end. The file is meant for
+          inference: BatchNorm is folded, and what is not compressed rounded. For exact tensors set
+          ``finish.fold_batchnorm = false`` and ``finish.uncompressed_dtype = "float32"``.
+        - ``quick``: the method ``conditioned``. A thousand images, no labels and no training: the weights go
+          to multiples of one step, layer by layer, and those still free take up the rounding error.
+        - ``small``: the method ``rate``. Trained for the bytes: the divergence from the original's output
+          plus a price for the length of the code. Meant to be used with ``target.bytes``.
+        - ``paper``: the paper's numbers, every one of them pinned; docs/method.md names the departures.
 
         >>> Config.preset("quick").method
         'conditioned'
@@ -247,8 +241,10 @@ class Config:
         lines = [tomli_w.dumps({name: tables[name]}).strip() for name in ("method", "seed")]
         for name, section in _SECTIONS.items():
             lines += ["", f"[{name}]"]
+            if name in _UNREAD.get(self.method, ()):
+                lines.append(f"# the method {self.method} reads none of these")
             for item in dataclasses.fields(section):  # type: ignore[arg-type]  # sections are dataclasses
-                lines.append(f"# {item.metadata['help']}: {item.metadata['check'].allowed()}")
+                lines.append(f"# {item.metadata['help']}: {item.metadata['check'].allowed}")
                 lines.append(tomli_w.dumps({item.name: tables[name][item.name]}).strip())
         if self.options:
             lines += ["", tomli_w.dumps({"options": tables["options"]}).strip()]
@@ -293,15 +289,11 @@ def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, item in tables.items():
-        found |= (
-            {f"{name}.{key}": v for key, v in item.items()} if isinstance(item, Mapping) else {name: item}
-        )
+        if isinstance(item, Mapping):
+            found |= {f"{name}.{key}": value for key, value in item.items()}
+        else:
+            found[name] = item
     return found
-
-
-def _unknown_method(name: object) -> str:
-    advice = "" if len(METHOD_DEFAULTS) > 1 else "; the other methods come with `import pwfn.lab`"
-    return f"method {name!r} is unknown{hint(name, METHOD_DEFAULTS)}{advice}"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ does not depend on the order of the examples. Log-likelihoods are in nats.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,18 +102,13 @@ def reliability(probabilities: Tensor, targets: Tensor, bins: int = BINS) -> tup
     )
 
 
-def calibration_error(probabilities: Tensor, targets: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error, ``sum_b n_b / n |accuracy_b - confidence_b|``.
+def calibration_error(bins: Sequence[Bin]) -> float:
+    """Expected calibration error, ``sum_b n_b / n |accuracy_b - confidence_b|``, of a reliability diagram.
 
     >>> p = torch.tensor([[0.75, 0.25], [0.75, 0.25]])
-    >>> calibration_error(p, torch.tensor([0, 1])), calibration_error(p, torch.tensor([0, 0]))
-    (0.25, 0.25)
+    >>> calibration_error(reliability(p, torch.tensor([0, 1])))
+    0.25
     """
-    return binned_error(reliability(probabilities, targets, bins))
-
-
-def binned_error(bins: tuple[Bin, ...]) -> float:
-    """Expected calibration error of existing bins."""
     n = sum(b.examples for b in bins)
     return math.fsum(b.examples / n * abs(b.accuracy - b.confidence) for b in bins)
 
@@ -156,19 +152,17 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     return float((below + up_to).sum() / 2 / (len(inside) * len(outside)))
 
 
-def false_positive_rate(inside: Tensor, outside: Tensor, tpr: float = TRUE_POSITIVE_RATE) -> float:
-    """Share of out-of-distribution data accepted when a share ``tpr`` of in-distribution data is (FPR95).
+def false_positive_rate(inside: Tensor, outside: Tensor) -> float:
+    """Share of out-of-distribution data accepted when 95 % of the in-distribution data are (FPR95).
 
     An example is accepted if its uncertainty is at most t, the smallest threshold that accepts
-    ``ceil(tpr n)`` of the n examples inside. 0 is perfect, 0.95 chance.
+    ``ceil(0.95 n)`` of the n examples inside. 0 is perfect, 0.95 chance.
 
     >>> false_positive_rate(torch.arange(20.0), torch.tensor([18.0, 18.5, 30.0, 40.0]))
     0.25
     """
     _check_scores(inside=inside, outside=outside)
-    if not 0 < tpr <= 1:
-        raise DataError(f"tpr is {tpr}: allowed is more than 0 and at most 1")
-    accepted = max(math.ceil(tpr * len(inside) - _CEIL_TOLERANCE), 1)
+    accepted = math.ceil(TRUE_POSITIVE_RATE * len(inside) - _CEIL_TOLERANCE)
     threshold = inside.double().sort().values[accepted - 1]
     return float((outside.double() <= threshold).double().mean())
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.bayes.batches import Batch, Source, batched
-from pwfn.bayes.distributed import usable_device
 from pwfn.bayes.objective import evaluating, logits
 from pwfn.errors import ConfigError, DataError
-from pwfn.evaluate.score import full_float32
+from pwfn.evaluate.score import full_float32, placed
 from pwfn.file.compressed import Compressed
 
 _ROUNDING_NATS = 1e-13
@@ -76,8 +74,7 @@ class Predictions:
 
     def chosen(self, index: Tensor) -> Predictions:
         """The predictions for some of the examples."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        rows: dict[str, Any] = {name: v[index] for name, v in held.items() if isinstance(v, Tensor)}
+        rows: dict[str, Any] = {name: v[index] for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **rows)
 
 
@@ -97,7 +94,7 @@ def point(
     >>> found.mutual_information.tolist()
     [0.0, 0.0, 0.0]
     """
-    return _mean([(model, 1)], Source(name, batched(loader), _placed(model, device)))
+    return _mean([(model, 1)], Source(name, batched(loader), placed(model, device)))
 
 
 def ensemble(
@@ -134,8 +131,8 @@ def ensemble(
     several = not isinstance(compressed, Compressed)
     members = list(compressed) if isinstance(compressed, Sequence) else [compressed]
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model] * len(members)
-    if not isinstance(samples, int) or samples < (0 if several else 1):
-        least = 0 if several else 1
+    least = 0 if several else 1
+    if not isinstance(samples, int) or samples < least:
         raise DataError(f"samples is {samples}: allowed is a whole number of at least {least}")
     if not members or len(models) != len(members):
         raise DataError(
@@ -149,7 +146,7 @@ def ensemble(
             raise DataError(f"a model is a {type(own).__name__}: allowed is a torch.nn.Module")
     _generator(seed)
     scaled = [_scaled(member, sigma_scale) for member in members]
-    places = [_placed(each, device) for each in models]
+    places = [placed(each, device) for each in models]
     source = Source(name, batched(loader), places[0])
     points = {n for n, one in enumerate(members) if not samples or (several and one.posterior == "none")}
 
@@ -158,8 +155,11 @@ def ensemble(
             member.apply_to(own)
             if number in points or (member.posterior == "tensor" and not member.drawable):
                 yield own, max(samples, 1)
-            else:
-                yield from ((net, 1) for net in _draws(drawn, own, samples, seed))
+                continue
+            generator = _generator(seed)
+            for _ in range(samples):
+                own.load_state_dict({**own.state_dict(), **drawn.sample(generator)})
+                yield own, 1
 
     try:
         return _mean(predictors(), source)
@@ -176,13 +176,6 @@ def _scaled(compressed: Compressed, scale: float) -> Compressed:
     if scale == 1 or sigma is None:
         return compressed
     return replace(compressed, sigma_codes=None, weight_sigma=sigma * scale)
-
-
-def _draws(compressed: Compressed, model: nn.Module, samples: int, seed: int) -> Iterator[nn.Module]:
-    generator = _generator(seed)
-    for _ in range(samples):
-        model.load_state_dict({**model.state_dict(), **compressed.sample(generator)})
-        yield model
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -300,13 +293,3 @@ def missing_probability(log_probabilities: Tensor) -> Tensor:
 def _entropy(log_p: Tensor) -> Tensor:
     """``-sum_k p_k log p_k``."""
     return -(log_p.exp() * log_p).sum(1)
-
-
-def _placed(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device of a model, after moving it to ``device`` if one is given."""
-    if device is not None:
-        chosen = usable_device(device)
-        model.to(chosen)
-        return chosen
-    held = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in held), torch.device("cpu"))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pwfn.fixing import candidates as pow2
 from pwfn.fixing.unique import entropy_of, unique, unique_counts
 from pwfn.layout import Kind, Layout
 
@@ -61,7 +60,6 @@ class Summary:
     whole: Pool
     inner: Pool  # without biases and without the first and the last layer, in the model's order
     layers: dict[str, Pool]  # by parameter name
-    orders: dict[int, int]  # number of weights by order: how many powers of two their value needs
 
 
 def summarise(layout: Layout, values: Tensor) -> Summary:
@@ -69,8 +67,8 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
 
     >>> from torch import nn
     >>> found = summarise(Layout.of(nn.Linear(4, 1, bias=False)), torch.tensor([0.0, 0.5, -0.25, 0.375]))
-    >>> found.whole.unique, found.orders
-    (4, {0: 1, 1: 2, 2: 1})
+    >>> found.whole.unique, found.whole.power_of_two_share
+    (4, 0.75)
     """
     # One sort for all pools: the rest is counting small integers.
     book, index = unique(values.detach())
@@ -84,16 +82,7 @@ def summarise(layout: Layout, values: Tensor) -> Summary:
         whole=Pool.of_counts(book, whole),
         inner=Pool.of_counts(book, sum((counts[name] for name in inner), none)),
         layers={name: Pool.of_counts(book, own) for name, own in counts.items()},
-        orders=_orders(book, whole),
     )
-
-
-def _orders(values: Tensor, counts: Tensor) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-        order = pow2.order(value)
-        found[order] = found.get(order, 0) + count
-    return dict(sorted(found.items()))
 
 
 def per_input_channel(layout: Layout, values: Tensor, name: str) -> list[Pool]:

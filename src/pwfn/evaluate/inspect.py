@@ -20,7 +20,7 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.content import NOTHING_TO_DRAW
 from pwfn.file.format import Reader
 
-_PARTS = {
+PARTS = {
     "header": "header",
     "codebook": "codebooks",
     "table": "frequency tables",
@@ -28,8 +28,9 @@ _PARTS = {
     "posterior": "sigmas",
     "untouched": "other tensors",
     "padding": "padding",
-    "file": "whole file",
 }
+"""What a file consists of, in the order of :class:`pwfn.file.format.Sizes`, and how each part is called."""
+
 _RIVALS = {"fp32": "fp32", "fp16": "fp16", "int8": "int8", "zstd19": "fp32 with zstd -19"}
 
 
@@ -62,13 +63,7 @@ class FileFacts:
     entropy_bits: float  # per weight, all weights in one pool
     power_of_two_share: float
     bits_per_weight: float  # on disk: indices and frequency tables
-    header_bytes: int
-    codebook_bytes: int
-    table_bytes: int  # all frequency tables, as stored
-    index_bytes: int
-    posterior_bytes: int
-    untouched_bytes: int
-    padding_bytes: int
+    parts: Mapping[str, int]  # bytes of each of PARTS, as stored
     file_bytes: int
     shared_table_bytes: int  # the shared frequency table before compression; 0 if there is none
     untouched_raw_bytes: int  # before compression, tied tensors once
@@ -81,8 +76,10 @@ class FileFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the ratio to each other format."""
+        facts = asdict(self)
+        parts = {f"{part}_bytes": size for part, size in facts.pop("parts").items()}
         ratios = {f"ratio_{name}": size / self.file_bytes for name, size in self.rivals().items()}
-        return {**asdict(self), **ratios}
+        return {**facts, **parts, **ratios}
 
     def rivals(self) -> dict[str, int]:
         """Size of the same network in other formats."""
@@ -115,13 +112,7 @@ def inspect(path: str | Path, *, zstd: bool = True) -> FileFacts:
         entropy_bits=pool.entropy_bits,
         power_of_two_share=pool.power_of_two_share,
         bits_per_weight=8 * (sizes.indices + sizes.tables) / pool.weights,
-        header_bytes=sizes.header,
-        codebook_bytes=sizes.codebooks,
-        table_bytes=sizes.tables,
-        index_bytes=sizes.indices,
-        posterior_bytes=sizes.posterior,
-        untouched_bytes=sizes.untouched,
-        padding_bytes=sizes.padding,
+        parts=dict(zip(PARTS, sizes, strict=True)),
         file_bytes=reader.file_bytes,
         shared_table_bytes=header.section("tables").raw - sum(tensor.table_bytes for tensor in tensors),
         untouched_raw_bytes=sum(tensor.nbytes for tensor in rest),
@@ -200,8 +191,9 @@ def lines(facts: FileFacts) -> list[str]:
         "table": f"  (shared table before compression: {facts.shared_table_bytes:,})",
         "untouched": f"  (before compression: {facts.untouched_raw_bytes:,})",
     }
-    for part, label in _PARTS.items():
-        rows.append(f"{label:<24}{getattr(facts, f'{part}_bytes'):>14,}{notes.get(part, '')}")
+    for part, size in facts.parts.items():
+        rows.append(f"{PARTS[part]:<24}{size:>14,}{notes.get(part, '')}")
+    rows.append(f"{'whole file':<24}{facts.file_bytes:>14,}")
     rows += ["", f"{'same network as':<24}{'bytes':>14}{'times as large':>18}"]
     for name, size in facts.rivals().items():
         rows.append(f"{_RIVALS[name]:<24}{size:>14,}{100 * size // facts.file_bytes / 100:>18.2f}")

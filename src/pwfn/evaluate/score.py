@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source
-from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.distributed import Distributed, usable_device
 from pwfn.bayes.objective import (
     LossFn,
     Objective,
@@ -23,14 +24,23 @@ from pwfn.bayes.objective import (
     class_scores,
     divergence,
     evaluating,
+    is_logits,
     largest_that_fits,
 )
 from pwfn.bayes.objective import accuracy as accuracy
 from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
-from pwfn.evaluate.answers import AnswerCounter, Answers
 
 _FIRST_BATCHES = 4  # whose labels are compared with the network's outputs
+
+
+class Answers(NamedTuple):
+    """The predictions of a classifier over a loader, in a few numbers."""
+
+    outputs: int  # of the network
+    top_share: float  # of the predictions, those of the most frequent class
+    confidence: float  # mean of the largest softmax output
+    labels: int  # different classes among the labels; 0 where there are none
 
 
 @dataclass(frozen=True)
@@ -100,15 +110,72 @@ def evaluate(
     >>> print(evaluate(nn.Identity(), [torch.eye(2)], original=nn.Identity()))
     agreement 100.00% of 2 examples (KL 0)
     """
-    if device is not None:
-        model.to(device)
-    where = next((tensor.device for tensor in model.state_dict().values()), torch.device(device or "cpu"))
+    where = placed(model, device)
     if metric is None and loss_fn is F.cross_entropy:
         metric = accuracy
     objective = Objective(loss_fn)
     if original is not None:
         objective = Objective(divergence, copy.deepcopy(original).to(where).eval())
     return mean_scores(model, Source("the loader", loader, where), objective, metric)
+
+
+def placed(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The device of a model, after moving it to ``device`` if one is given."""
+    if device is not None:
+        chosen = usable_device(device)
+        model.to(chosen)
+        return chosen
+    held = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in held), torch.device("cpu"))
+
+
+class AnswerCounter:
+    """Counts predictions and labels per class on the device; nothing is read before the end.
+
+    >>> counter = AnswerCounter()
+    >>> counter.add(torch.tensor([[0.0, 9.0, 0.0], [0.0, 9.0, 0.0]]), torch.tensor([1, 2]))
+    >>> found = counter.result(Distributed(torch.device("cpu")))
+    >>> found.outputs, found.top_share, found.labels
+    (3, 1.0, 2)
+    """
+
+    def __init__(self) -> None:
+        self._totals: Tensor | None = None  # predictions per class, labels per class, sum of confidences
+        self._usable = True
+
+    def add(self, output: Any, target: Any) -> None:
+        """Count one batch; classes lie along axis 1, as for cross entropy."""
+        outputs = output.shape[1] if is_logits(output) else 0
+        if self._totals is None and outputs:
+            self._totals = torch.zeros(2 * outputs + 1, dtype=torch.float64, device=output.device)
+        if self._totals is None or self._totals.numel() != 2 * outputs + 1:  # not a classifier
+            self._usable = False
+            return
+        confidence, predicted = output.float().softmax(1).max(1)
+        counts, labels = self._totals[:outputs], self._totals[outputs:-1]
+        counts.index_add_(0, predicted.flatten(), counts.new_ones(predicted.numel()))
+        self._totals[-1] += confidence.double().sum()
+        # One class for every prediction, and not, say, class probabilities.
+        numbers = isinstance(target, Tensor) and not (target.is_floating_point() or target.is_complex())
+        if numbers and target.shape == predicted.shape:
+            within = ((target >= 0) & (target < outputs)).flatten()
+            labels.index_add_(0, target.flatten().clamp(0, outputs - 1).long(), within.double())
+
+    def result(self, distributed: Distributed) -> Answers | None:
+        """The answers to the batches of all processes; None where there is nothing to count."""
+        own = self._totals.cpu() if self._totals is not None and self._usable else None
+        found = distributed.gather(own)  # not a sum: a process without counts must not stop the others
+        if any(each is None or len(each) != len(found[0]) for each in found):
+            return None
+        totals = torch.stack(found).sum(0)
+        outputs = len(totals) // 2
+        counted = float(totals[:outputs].sum())
+        return Answers(
+            outputs,
+            float(totals[:outputs].max()) / counted,
+            float(totals[-1]) / counted,
+            int(totals[outputs:-1].count_nonzero()),
+        )
 
 
 @contextmanager

@@ -116,29 +116,29 @@ def choose(states: Sequence[State], before: Scores | None, target: TargetConfig)
             f"({_wanted(target)}): start a new run with it"
         )
     fitting = [s for s in states if _meets(s, before, target)]
-    by_size, by_accuracy = target.max_drop is not None, target.max_drop is None
     if fitting:
-        smallest = min(state.file_bytes for state in fitting)
-        near = [state for state in fitting if state.file_bytes <= 1.01 * smallest]
-        chosen, rank = min(near, key=_loss), "the smallest"
-        if not by_size:
-            chosen = min(fitting, key=lambda s: (0.0 if s.step is None else s.step, *_loss(s)))
+        if target.max_drop is not None:
+            smallest = min(state.file_bytes for state in fitting)
+            chosen = min((s for s in fitting if s.file_bytes <= 1.01 * smallest), key=_loss)
+            rank = "the smallest"
+        else:
+            chosen = min(fitting, key=lambda s: (s.step or 0.0, *_loss(s)))
             measured = chosen.scores is not None and chosen.scores.metric is not None
             rank = "the most accurate" if measured else "the best by loss" if chosen.scores else "the largest"
             rank = rank if chosen.step is None else "the smallest step"
-        of = f"{rank} of {len(fitting)} that meet the target ({_wanted(target)})"
-        if len(fitting) == 1:
-            of = f"the only one that meets the target ({_wanted(target)})"
-        return Choice(chosen.round, True, f"{_figures(chosen, before)}: {of}")
+        of = f"{rank} of {len(fitting)} that meet" if len(fitting) > 1 else "the only one that meets"
+        why = f"{_figures(chosen, before)}: {of} the target ({_wanted(target)})"
+        return Choice(chosen.round, True, why)
+    # Without a limit on the loss of accuracy, every state is accurate enough.
     accurate = [s for s in states if _meets(s, before, TargetConfig(max_drop=target.max_drop))]
-    if (by_accuracy or accurate) and target.bytes is not None:
-        chosen, nearest = min(accurate or states, key=lambda s: (s.file_bytes, s.round)), "the fewest bytes"
-    elif by_accuracy or accurate:
-        chosen, nearest = min(accurate or states, key=lambda s: (s.entropy_bits, s.round)), "the fewest bits"
-    else:
+    if not accurate:
         chosen, nearest = min(states, key=_loss), "the best accuracy"
+    elif target.bytes is not None:
+        chosen, nearest = min(accurate, key=lambda s: (s.file_bytes, s.round)), "the fewest bytes"
+    else:
+        chosen, nearest = min(accurate, key=lambda s: (s.entropy_bits, s.round)), "the fewest bits"
     why = f"no state meets the target ({_wanted(target)}); this one has {nearest}"
-    if by_size and accurate:
+    if accurate and target.max_drop is not None:
         why += " of those that are accurate enough"
     return Choice(chosen.round, False, f"{_figures(chosen, before)}: {why}")
 

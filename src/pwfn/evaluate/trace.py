@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,14 +52,6 @@ class Histogram(NamedTuple):
         """Number of weights counted."""
         return sum(self.counts)
 
-    def edges(self) -> list[float]:
-        """The boundaries of the bins, one more than there are counts.
-
-        >>> Histogram(-16, (3, 1)).edges()[0], Histogram(-16, (3, 1)).edges()[-1] == 2**-1.75
-        (0.25, True)
-        """
-        return [2 ** ((self.first + i) / BINS_PER_OCTAVE) for i in range(len(self.counts) + 1)]
-
 
 class Sample(NamedTuple):
     """Some weights of one parameter, the same ones in every trace; six significant digits."""
@@ -86,35 +78,10 @@ class Trace:
         return f"Trace({self.moment}, round={self.round}, fraction={self.fraction:g}, centres={self.centres})"
 
     def to_line(self) -> str:
-        """One line of JSON; equal traces give equal lines."""
+        """One line of JSON, without what is empty; equal traces give equal lines."""
         plain = {**asdict(self), "moment": str(self.moment)}
         kept = {key: value for key, value in plain.items() if value is not None and value != ()}
         return json.dumps(kept, separators=(",", ":"), allow_nan=False)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Numbers, strings, lists and mappings only, for a checkpoint."""
-        found: dict[str, Any] = json.loads(self.to_line())
-        return found
-
-    @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Trace:
-        """The inverse of ``to_plain``.
-
-        >>> trace = Trace(Moment.BEFORE, 2, 0.5, sigma=Histogram(-20, (1, 0, 4)))
-        >>> Trace.of_plain(trace.to_plain()) == trace
-        True
-        """
-        sigma = plain.get("sigma")
-        return cls(
-            moment=Moment(plain["moment"]),
-            round=plain["round"],
-            fraction=plain["fraction"],
-            sigma=Histogram(sigma[0], tuple(sigma[1])) if sigma else None,
-            centres=plain["centres"],
-            codebook=tuple((value, count) for value, count in plain.get("codebook", ())),
-            moves=tuple(Move(*move) for move in plain.get("moves", ())),
-            sample=tuple(Sample(name, tuple(mu), tuple(s)) for name, mu, s in plain.get("sample", ())),
-        )
 
 
 def at_start(layout: Layout, weights: WeightState) -> Trace:
@@ -150,13 +117,15 @@ def _trace(
     sampled: bool,
 ) -> Trace:
     values, counts = unique_counts(weights.mu if weights.fixed is None else weights.mu[weights.fixed])
+    # Of equally frequent values the smaller ones, all of them ascending.
+    order = counts.argsort(stable=True, descending=True)[:MOST_CENTRES].sort().values
     return Trace(
         moment,
         number,
         _fixed_share(weights),
         sigma=sigma_histogram(layout, weights),
         centres=values.numel(),
-        codebook=_most_frequent(values, counts),
+        codebook=tuple(zip(values[order].tolist(), counts[order].tolist(), strict=True)),
         moves=moves,
         sample=tuple(_samples(layout, weights)) if sampled else (),
     )
@@ -193,12 +162,6 @@ def sigma_histogram(layout: Layout, weights: WeightState) -> Histogram | None:
     if not filled:
         return None
     return Histogram(bins[filled[0]], tuple(counts[filled[0] : filled[-1] + 1].tolist()))
-
-
-def _most_frequent(values: Tensor, counts: Tensor) -> tuple[tuple[float, int], ...]:
-    """Ascending; of equally frequent values the smaller ones."""
-    order = counts.argsort(stable=True, descending=True)[:MOST_CENTRES].sort().values
-    return tuple(zip(values[order].tolist(), counts[order].tolist(), strict=True))
 
 
 def _samples(layout: Layout, weights: WeightState) -> Iterator[Sample]:

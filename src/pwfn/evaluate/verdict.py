@@ -33,8 +33,12 @@ def doubts(before: Scores | None, steps: Sequence[int]) -> tuple[str, ...]:
     >>> doubts(Scores(0.3, 0.92, 10_000), [20, 391, 391])
     ()
     """
-    found = (_few_steps(sum(steps)), _bad_start(before) if before is not None else None)
-    return tuple(sentence for sentence in found if sentence is not None)
+    found = []
+    if 0 < (count := sum(steps)) < FEW_STEPS:
+        found.append(f"only {count} training steps in all: give more data, more epochs or smaller batches")
+    if before is not None and (wrong := _bad_start(before)) is not None:
+        found.append(wrong)
+    return tuple(found)
 
 
 def kept_statistics(net: WeightNetwork, model: nn.Module) -> tuple[str, ...]:
@@ -91,7 +95,8 @@ def ruin(before: Scores | None, after: Scores | None, weights: Pool | None = Non
     """
     why = None
     if after is not None:
-        why = _not_finite(after) or _disagreement(after)
+        why = None if math.isfinite(after.loss) else f"the loss is {after.loss}"
+        why = why or _disagreement(after)
         if why is None and before is not None:
             why = _fall(before, after) or _one_answer(before, after)
     if why is None and weights is not None and weights.zero_share == 1:
@@ -104,12 +109,6 @@ def warn(sentences: tuple[str, ...], distributed: Distributed) -> tuple[str, ...
     for sentence in sentences if distributed.leads else ():
         LOGGER.warning(sentence)
     return sentences
-
-
-def _few_steps(steps: int) -> str | None:
-    if not 0 < steps < FEW_STEPS:
-        return None
-    return f"only {steps} training steps in all: give more data, more epochs or smaller batches"
 
 
 def _bad_start(before: Scores) -> str | None:
@@ -128,10 +127,6 @@ def _bad_start(before: Scores) -> str | None:
         f"the original network is right on {before.metric:.2%} of {before.examples:,} examples "
         f"(chance {chance:.2%}{fewer}): wrong weights, preprocessing or labels?"
     )
-
-
-def _not_finite(after: Scores) -> str | None:
-    return None if math.isfinite(after.loss) else f"the loss is {after.loss}"
 
 
 def _disagreement(after: Scores) -> str | None:

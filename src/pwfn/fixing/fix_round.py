@@ -121,11 +121,11 @@ def _check_settings(rule: Rule | str, *numbers: float | None) -> Rule:
         try:
             check(value)
         except (ValueError, TypeError, OverflowError):
-            raise ConfigError(f"{name} is {value!r}: allowed is {check.allowed()}") from None
+            raise ConfigError(f"{name} is {value!r}: allowed is {check.allowed}") from None
     try:
         return Rule(rule)
     except ValueError:
-        raise ConfigError(f"rule is {rule!r}: allowed is {Choice(Rule).allowed()}") from None
+        raise ConfigError(f"rule is {rule!r}: allowed is {Choice(Rule).allowed}") from None
 
 
 def _check(mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float) -> None:

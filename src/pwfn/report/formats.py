@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -48,30 +47,6 @@ def power_of_two(exponent: int) -> str:
     if exponent in (0, 1):
         return str(2**exponent)
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def duration(seconds: Any) -> str:
-    """
-    >>> duration(8.02), duration(600), duration(7300), duration(None)
-    ('8 s', '10 min', '2 h 1 min', '–')
-    """
-    if not isinstance(seconds, int | float):
-        return "–"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = int(seconds // 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def setting(value: Any) -> str:
-    """A setting's value.
-
-    >>> setting(True), setting(0.00048828125), setting([0.5, 1.0]), setting([])
-    ('true', '0.00048828125', '0.5, 1.0', 'none')
-    """
-    if isinstance(value, list):
-        return ", ".join(map(setting, value)) or "none"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def clean(text: str) -> str:

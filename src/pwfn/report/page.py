@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 import torch
 
-from pwfn.config.changes import Settings
+from pwfn.config.changes import Settings, toml
 from pwfn.errors import FileError, PwfnError, cause
+from pwfn.evaluate.inspect import PARTS
 from pwfn.evaluate.targets import pareto
 from pwfn.export.command import input_sizes
 from pwfn.lab.costs import MOST_TERMS, CostSheet, Storage, cost_sheet
@@ -20,20 +22,12 @@ from pwfn.report import formats
 from pwfn.report.figures import figures, sigma, style
 from pwfn.report.figures.accuracy import reliability
 from pwfn.report.reading import MODEL, UNCERTAINTY, Round, RunData, measure, names
-from pwfn.report.repeat import compress_command, load_code
+from pwfn.run.console import duration
+from pwfn.run.options import RunOptions
 from pwfn.run.resolve import network_of
 from pwfn.version import __version__
 from pwfn.zoo import models
 
-PARTS = {
-    "index": "indices, one per weight",
-    "table": "frequency tables",
-    "codebook": "codebooks",
-    "posterior": "sigmas",
-    "untouched": "tensors in full precision",
-    "header": "header and record",
-    "padding": "padding",
-}
 FORMATS = {
     "fp32": "fp32",
     "fp16": "fp16",
@@ -41,6 +35,9 @@ FORMATS = {
     Storage.INDICES: "indices of fixed width",
     Storage.CODED: "indices, entropy-coded",
 }
+
+PLACEHOLDERS = {"DATA": "the data", "WEIGHTS": "the weights that the run started from"}
+"""Stand in a command for names that a run's record does not have."""
 
 
 def page(runs: Sequence[RunData], model: str | None = None, input_shape: str | None = None) -> str:
@@ -105,8 +102,8 @@ def _render(**values: Any) -> str:
     environment.filters |= {
         "shown": formats.shown,
         "size": formats.size,
-        "duration": formats.duration,
-        "setting": formats.setting,
+        "duration": lambda seconds: duration(seconds) if isinstance(seconds, int | float) else "–",
+        "setting": toml,
         "svg": lambda figure: Markup(style.svg(figure)),
     }
     return environment.from_string(_asset("page.html.j2")).render(**values).strip() + "\n"
@@ -120,23 +117,66 @@ def view(run: RunData, name: str, number: int) -> dict[str, Any]:
     """What the template needs of a run; ``number`` tells the ids of its figures apart."""
     file, settings = run.file, Settings.of(run.settings)
     command, command_note = compress_command(run, settings)
-    parts = {words: getattr(file, f"{part}_bytes") for part, words in PARTS.items()}
+    parts = [(PARTS[part], size) for part, size in file.parts.items() if size]
     return {
         "name": name,
         "run": run,
         "file": file,
         "settings": settings,
         "verdict": verdict(run),
-        "warnings": run.warnings,
         "load_code": load_code(run),
         "command": command,
         "command_note": command_note,
         "sigma_note": sigma.constant(run.history),
-        "parts": sorted(((words, n) for words, n in parts.items() if n), key=lambda part: -part[1]),
+        "parts": sorted(parts, key=lambda part: -part[1]),
         "formats": [(FORMATS.get(key, key), n) for key, n in file.rivals().items()],
         "states": _states(run),
         "uncertainty": _uncertainty(run, number),
     }
+
+
+def compress_command(run: RunData, settings: Settings) -> tuple[str, str]:
+    """The command that repeats a run, and a sentence on what its record does not name.
+
+    Loaders of the user (``python:``) may have a batch size of their own: the option is then left out unless
+    it was given.
+    """
+    asked = run.asked
+    data, weights = str(asked.get("data") or "DATA"), str(asked.get("weights") or "WEIGHTS")
+    options: dict[str, Any] = {"model": run.model, "data": data, "weights": weights}
+    options["out"] = run.folder.name or "run"
+    if not (data.startswith("python:") and run.batch_size == RunOptions.batch_size):
+        options["batch_size"] = run.batch_size
+    options |= {
+        key: asked.get(key)
+        for key in ("eval_data", "test_batch_size", "classes", "holdout", "limit", "posterior")
+    }
+    words = [
+        word for key, value in options.items() if value for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    start, processes = "pwfn compress", run.record["identity"].get("processes", 1)
+    if processes != 1:
+        start = f"torchrun --nproc-per-node {shlex.quote(str(processes))} -m {start}"
+    lines = [start]  # one option per line
+    for word in (*words, *settings.arguments()):
+        if word.startswith("--"):
+            lines.append(f"  {shlex.quote(word)}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    missing = [f"{name} for {what}" for name, what in PLACEHOLDERS.items() if name in (data, weights)]
+    note = f"The record does not name everything: put in {' and '.join(missing)}." if missing else ""
+    return " \\\n".join(lines), note
+
+
+def load_code(run: RunData) -> str:
+    """Three lines of Python that load the network from its file."""
+    classes = models.recorded_classes(run.compressed.record)
+    outputs = f", classes={classes}" if classes is not None else ""
+    path = f"{run.name}/{MODEL}"
+    return (
+        "import pwfn\nfrom pwfn.zoo import models\n"
+        f"model = pwfn.load({path!r}).apply_to(models.create({run.model!r}{outputs})).eval()"
+    )
 
 
 def verdict(run: RunData) -> str:
@@ -163,8 +203,7 @@ def change(run: RunData) -> str:
 
 def _states(run: RunData) -> list[tuple[Round, bool]]:
     """The network after each round, or at each step that was tried, and whether no other state beats it."""
-    known = [0.0 if math.isnan(state.accuracy) else state.accuracy for state in run.states]
-    points = [(accuracy, state.file_bytes) for accuracy, state in zip(known, run.states, strict=True)]
+    points = [(0.0 if math.isnan(s.accuracy) else s.accuracy, s.file_bytes) for s in run.states]
     return list(zip(run.states, pareto(points), strict=True))
 
 
@@ -192,16 +231,8 @@ def _costs(run: RunData, model: str | None, shape: tuple[int, ...] | None) -> di
     return {
         "trouble": "",
         "products": [(kind, n) for kind, n in _products(sheet).items() if n],
-        "energy": [
-            (
-                each.arithmetic.replace("_", " "),
-                FORMATS[each.storage],
-                sheet.bytes_read[each.storage],
-                each,
-            )
-            for each in sheet.energy
-        ],
-        "assumptions": sheet.assumptions,
+        "storages": FORMATS,
+        "sheet": sheet,
     }
 
 
@@ -259,21 +290,14 @@ def _uncertainty(run: RunData, number: int) -> dict[str, Any] | None:
 def _detection(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str], list[Any]]]:
     """For each other data set: its name, the scores of uncertainty, and by row their AUROC and FPR95."""
 
-    def by_score(row: Mapping[str, Any], measure: str, place: str) -> Mapping[str, Any]:
-        found = row.get(measure, {}).get(place, {})
-        return found if isinstance(found, Mapping) else {"": found}
+    def of(row: Mapping[str, Any], measure: str) -> Mapping[str, Any]:
+        return row.get(measure, {}).get(place, {})
 
     made = []
     for place in dict.fromkeys(place for row in rows for place in row.get("auroc", {})):
-        scores = list(dict.fromkeys(score for row in rows for score in by_score(row, "auroc", place)))
+        scores = list(dict.fromkeys(score for row in rows for score in of(row, "auroc")))
         cells = [
-            (
-                str(row["name"]),
-                *(
-                    [_number(by_score(row, m, place).get(score)) for score in scores]
-                    for m in ("auroc", "fpr95")
-                ),
-            )
+            (str(row["name"]), *([_number(of(row, m).get(s)) for s in scores] for m in ("auroc", "fpr95")))
             for row in rows
         ]
         made.append((str(place), [str(score).replace("_", " ") for score in scores], cells))

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 from pwfn.errors import FileError, cause
 from pwfn.evaluate.entropy import Summary, summarise
 from pwfn.evaluate.inspect import FileFacts, inspect
-from pwfn.evaluate.trace import BINS_PER_OCTAVE as BINS_PER_OCTAVE
-from pwfn.evaluate.trace import Histogram as Histogram
-from pwfn.evaluate.trace import Moment, Trace
-from pwfn.evaluate.trace import Sample as Sample
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Moment, Sample, Trace
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
-from pwfn.fixing.record import Move as Move
+from pwfn.fixing.record import Move
+from pwfn.run.checkpoint import from_plain
 
 MODEL, RECORD, LOG, TRACE = "model.pwfn", "record.json", "log.jsonl", "trace.jsonl"
 UNCERTAINTY, ASKED = "uncertainty.json", "asked.json"
@@ -212,7 +210,7 @@ def read_trace(folder: Path) -> list[Trace]:
     found = []
     for number, text in enumerate(lines, 1):
         try:
-            found.append(Trace.of_plain(json.loads(text)))
+            found.append(from_plain(dict(json.loads(text)), Trace))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(
                 f"{path}: line {number} is damaged ({type(error).__name__}): remove the file to do without it"
@@ -223,13 +221,10 @@ def read_trace(folder: Path) -> list[Trace]:
 def names(runs: Sequence[RunData]) -> list[str]:
     """A unique name per run: as many of its last folders as that takes, or a number."""
     paths = [Path(os.path.abspath(run.folder)).parts for run in runs]
-    found = [run.name for run in runs]
-    for depth in range(2, max(map(len, paths), default=0) + 1):
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        found = ["/".join(parts[-depth:]) for parts in paths]
         if len(set(found)) == len(found):
             return found
-        found = ["/".join(parts[-depth:]) for parts in paths]
-    if len(set(found)) == len(found):
-        return found
     return [f"{run.name} ({number})" for number, run in enumerate(runs, 1)]
 
 

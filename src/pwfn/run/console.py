@@ -125,10 +125,6 @@ class _Column(NamedTuple):
     cell: Callable[[Round], str]
 
 
-def _loss(done: Round) -> str:
-    return f"{done.loss:.4f}" if done.loss is not None else "-"
-
-
 _METRIC = "metric"
 
 
@@ -139,7 +135,7 @@ def _metric(done: Round) -> str:
 _COLUMNS = (
     _Column("round", 5, lambda done: f"{done.number}"),
     _Column("fixed", 6, lambda done: f"{done.fix.fraction:.1%}"),
-    _Column("loss", 7, _loss),
+    _Column("loss", 7, lambda done: f"{done.loss:.4f}" if done.loss is not None else "-"),
     _Column(_METRIC, 8, _metric),
     # Of the weights that are fixed so far.
     _Column("values", 6, lambda done: f"{done.fixed.unique}"),

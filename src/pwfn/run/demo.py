@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,8 +31,11 @@ def demo(
     config: Config, out: Path | None, view: View | None = None, say: Callable[[str], None] = print
 ) -> Result:
     """Train the network, then compress it into ``out``, a run folder; without it, nothing is left."""
-    with TemporaryDirectory() as temporary, _one_thread():
-        folder = out or Path(temporary) / "demo"
+    with ExitStack() as stack:
+        # Images of 8×8 pixels gain nothing from more threads, which wait for each other on a busy machine.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        folder = out or Path(stack.enter_context(TemporaryDirectory())) / "demo"
         prepare(folder)  # an error before the work, not after it
         weights = folder / "weights.safetensors"
         options = RunOptions(MODEL, DATA, folder, str(weights), batch_size=BATCH_SIZE, device="cpu")
@@ -60,14 +63,3 @@ def pretrained(seed: int) -> nn.Module:
                 optimizer.step()
                 scheduler.step()
     return model.eval()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Images of 8×8 pixels gain nothing from more threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -96,7 +96,12 @@ def run(
             resume=progress,
             keep=keeper,
             before_batch=keeper.before_batch,
-            record=_record(options, found),
+            record={  # what a file must hold to be scored again by name
+                "model": options.model,
+                **({"classes": found.classes} if found.classes is not None else {}),
+                "data": found.data.fingerprint,
+                "preparation": asdict(found.preparation),
+            },
             distributed=distributed,
         )
         result = replace(result, saved_bytes=distributed.first(lambda: _save(result, options)))
@@ -141,17 +146,6 @@ def _save(result: Result, options: RunOptions) -> int:
     return size
 
 
-def _record(options: RunOptions, found: Resolved) -> dict[str, Any]:
-    """What a file must hold to be scored again by name."""
-    classes = {"classes": found.classes} if found.classes is not None else {}
-    return {
-        "model": options.model,
-        **classes,
-        "data": found.data.fingerprint,
-        "preparation": asdict(found.preparation),
-    }
-
-
 class _Journal(logging.Handler):
     """Writes log, trace, states and record, and tells the views; in the first process only.
 
@@ -171,7 +165,7 @@ class _Journal(logging.Handler):
         self._views, self._store, self._distributed = views, store, distributed
         self._events: list[StepEvent] = []  # since the last line of an epoch
         self._first = self._rounds = len(progress.rounds) if progress else 0
-        self._log = _Log(self._folder / "log.jsonl") if distributed.leads else None
+        self._log = options.out / "log.jsonl"
 
     def __enter__(self) -> Self:
         LOGGER.addHandler(self)
@@ -182,10 +176,10 @@ class _Journal(logging.Handler):
 
     def begin(self, found: Resolved, config: Config, progress: Progress | None) -> None:
         """Log and show what begins, or from where it resumes."""
-        if self._log is None:
+        if not self._distributed.leads:
             return
         batches = progress.batches if progress else 0
-        self._log.cut(batches if progress else -1, self._rounds)
+        self._cut(batches if progress else -1)
         _write(self._folder / "config.toml", config.to_toml())
         self._add("start", batches, {"identity": found.identity, **_machine(self._distributed)})
         title = f"{self._options.model} on {found.data.name}"
@@ -234,7 +228,7 @@ class _Journal(logging.Handler):
 
     def end(self, result: Result, found: Resolved) -> None:
         """Write the record."""
-        if self._log is None:
+        if not self._distributed.leads:
             return
         asked = {name: getattr(self._options, name) for name in _ASKED}
         record = {
@@ -245,44 +239,37 @@ class _Journal(logging.Handler):
             "machine": _machine(self._distributed),
         }
         _write(self._folder / "record.json", json.dumps(record, indent=1) + "\n")
-        self._log.add({"event": "end", "seconds": result.seconds})
+        self._add("end", None, {"seconds": result.seconds})
         for view in self._views:
             for line in state_lines(result.states):
                 view.say(line)
 
-    def _add(self, event: str, batches: int, facts: Mapping[str, Any]) -> None:
-        if self._log is not None:
-            self._log.add({"event": event, **facts, "batches": batches, "rounds_done": self._rounds})
-
-
-class _Log:
-    """A file with one JSON object per line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def add(self, facts: Mapping[str, Any]) -> None:
+    def _add(self, event: str, batches: int | None, facts: Mapping[str, Any]) -> None:
+        """Add a JSON object to the log as one line."""
+        if not self._distributed.leads:
+            return
+        place = {} if batches is None else {"batches": batches, "rounds_done": self._rounds}
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(facts) + "\n")
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, **facts, **place}) + "\n")
         except OSError as error:
-            raise FileError(f"{self._path}: cannot be written: {error.strerror or error}") from error
+            raise FileError(f"{self._log}: cannot be written: {error.strerror or error}") from error
 
-    def cut(self, batches: int, rounds: int) -> None:
+    def _cut(self, batches: int) -> None:
         """Keep the lines up to this point of the run: those after it are written again.
 
         A line that was truncated when the run was killed is dropped, and so is that of the end.
         """
         kept = []
-        text = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+        text = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
         for line in text.splitlines():
             try:
                 facts = json.loads(line)
-                if facts["batches"] <= batches and facts["rounds_done"] <= rounds:
+                if facts["batches"] <= batches and facts["rounds_done"] <= self._rounds:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue
-        _write(self._path, "".join(kept))
+        _write(self._log, "".join(kept))
 
 
 def _steps_done(progress: Progress | None) -> int:

@@ -85,12 +85,12 @@ def forecast(
 ) -> Forecast:
     """Do a few real steps at the full batch size and every fixing, and estimate the rest; writes nothing.
 
-    Each measurement is announced to ``say``, since those of a large network take minutes.
-
-    A missing folder, a label out of range or a batch too large is found here as the run would find it.
+    Each measurement is announced to ``say``, since those of a large network take minutes. A missing folder,
+    a label out of range or a batch too large is found here as the run would find it.
     """
     distributed = distributed or distributed_for(options.device)
-    if distributed.device.type == "cuda":
+    is_cuda = distributed.device.type == "cuda"
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats(distributed.device)
     seed = rank_seed(config.seed, distributed.rank)
     with _heard(say if distributed.leads else lambda line: None) as say, seeded(seed, distributed.device):
@@ -150,7 +150,7 @@ def forecast(
         tries=tries,
         try_seconds=try_seconds,
         memory_bytes=memory,
-        device_bytes=_device_bytes(distributed.device),
+        device_bytes=torch.cuda.get_device_properties(distributed.device).total_memory if is_cuda else None,
         file_bytes=len(dumps(compressed)),
         entropy_bits=pool.entropy_bits,
         unique=pool.unique,
@@ -236,7 +236,3 @@ def _peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
-
-
-def _device_bytes(device: torch.device) -> int | None:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

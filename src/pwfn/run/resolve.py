@@ -37,18 +37,10 @@ class Resolved:
 
 def resolve(options: RunOptions, config: Config, distributed: Distributed) -> Resolved:
     """The network and the data of a run; labels are checked against the network's outputs."""
-    notes: dict[str, str] = {}
     classes = options.classes
-    if options.weights == "pretrained":
-        model = models.create(options.model, pretrained=True, classes=classes)
-    else:
-        is_file = options.weights != "random"
-        if is_file and options.model in models.OWN:
-            classes = classes or models.noted_classes(options.weights)
-        with seeded(0, torch.device("cpu")):  # random weights are the same in every run
-            model = models.create(options.model, classes=classes)
-        if is_file:
-            notes = models.load_weights(model, options.weights)
+    if options.model in models.OWN and options.weights not in ("pretrained", "random"):
+        classes = classes or models.noted_classes(options.weights)
+    model, notes = with_weights(options.model, options.weights, classes)
     digest = _digest(model)
     preparation = models.data_config(options.model, model, notes)
     images = data_options(options, preparation, config.seed, distributed)
@@ -73,6 +65,15 @@ def resolve(options: RunOptions, config: Config, distributed: Distributed) -> Re
         "settings": config.to_dict(),
     }
     return Resolved(model, preparation, source, distill, measure, classes, identity)
+
+
+def with_weights(name: str, weights: str, classes: int | None) -> tuple[nn.Module, dict[str, str]]:
+    """A network by name with weights from a file, "pretrained" or "random"; and the metadata of the file."""
+    if weights == "pretrained":
+        return models.create(name, pretrained=True, classes=classes), {}
+    with seeded(0, torch.device("cpu")):  # random weights are the same in every run
+        model = models.create(name, classes=classes)
+    return model, models.load_weights(model, weights) if weights != "random" else {}
 
 
 def _digest(model: nn.Module) -> str:
@@ -106,8 +107,8 @@ def data_options(
     options: RunOptions, preparation: DataConfig, seed: int, distributed: Distributed
 ) -> DataOptions:
     """How images are prepared for the network, batched and divided among the processes."""
-    return DataOptions.prepared(
-        preparation,
+    return DataOptions(
+        **vars(preparation),
         batch_size=options.batch_size,
         test_batch_size=options.test_batch_size,
         seed=seed,

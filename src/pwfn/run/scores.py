@@ -15,41 +15,27 @@ from pwfn.bayes.batches import Source
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.objective import LossFn, Objective, divergence
 from pwfn.bayes.predictive import fit_posterior
-from pwfn.bayes.randomness import seeded
 from pwfn.config import Precision
 from pwfn.errors import DataError, FileError, PwfnError
-from pwfn.evaluate import calibration
-from pwfn.evaluate.ensemble import ensemble
 from pwfn.evaluate.inspect import inspect
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 from pwfn.file.compressed import Compressed
 from pwfn.file.format import load
 from pwfn.file.storage import check_writable
 from pwfn.run.options import RunOptions
-from pwfn.run.resolve import check_classes, compared_by, data_options, network_of, preparation_of
+from pwfn.run.resolve import (
+    check_classes,
+    compared_by,
+    data_options,
+    network_of,
+    preparation_of,
+    with_weights,
+)
 from pwfn.zoo import models
 from pwfn.zoo.data import Data, DataOptions, open_source
 from pwfn.zoo.models import DataConfig
 
 _SIZES = ("weights", "unique", "entropy_bits", "power_of_two_share", "file_bytes", "fp32_bytes")
-
-
-def evaluate_file(
-    path: Path, options: RunOptions, *, samples: int = 0, seed: int = 0, original: str | None = None
-) -> dict[str, Any]:
-    """Loss, accuracy and sizes of a file; with ``samples`` also the accuracy of an ensemble of so many draws.
-
-    The network is the one named in the file, unless ``options.model`` names another. Data without labels
-    need the ``original`` weights (a file, or "pretrained"), and give agreement and KL instead.
-    """
-    file = open_file(path, options, seed)
-    facts = file_facts(file, path, options.model, original)
-    if samples:
-        drawn = ensemble(file.compressed, file.network, file.data.test, samples, seed)
-        if drawn.targets is None:
-            raise DataError("test data have no labels: give (input, target) batches")
-        facts["ensemble"] = calibration.accuracy(drawn.probabilities, drawn.targets)
-    return facts
 
 
 @dataclass(frozen=True)
@@ -89,14 +75,8 @@ class OpenFile:
 
 def original_of(compressed: Compressed, name: str, weights: str) -> nn.Module:
     """The network of a file with its weights before compression: a file, "pretrained" or "random"."""
-    if weights == "pretrained":
-        classes = models.recorded_classes(compressed.record)
-        return models.create(name or models.recorded(compressed.record), pretrained=True, classes=classes)
-    with seeded(0, torch.device("cpu")):  # as in a run
-        network = network_of(compressed, name)
-    if weights != "random":
-        models.load_weights(network, weights)
-    return network
+    classes = models.recorded_classes(compressed.record)
+    return with_weights(name or models.recorded(compressed.record), weights, classes)[0]
 
 
 def _opened(path: Path, model: str) -> tuple[Compressed, nn.Module, DataConfig]:
@@ -109,11 +89,11 @@ def _opened(path: Path, model: str) -> tuple[Compressed, nn.Module, DataConfig]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def open_file(path: Path, options: RunOptions, seed: int) -> OpenFile:
-    """A file, the network it names with its weights, and data by name."""
+def open_file(path: Path, options: RunOptions, seed: int, *, testing: bool = True) -> OpenFile:
+    """A file, the network it names with its weights, and data by name; ``testing``: only to test on."""
     compressed, network, preparation = _opened(path, options.model)
     alone = distributed_for(options.device, alone=True)
-    images = replace(data_options(options, preparation, seed, alone), testing=True)
+    images = replace(data_options(options, preparation, seed, alone), testing=testing)
     data = open_source(options.data, images)
     labelled = check_classes(network.to(alone.device), data, alone.device)
     return OpenFile(compressed, network, data, labelled, images, alone)
@@ -144,22 +124,17 @@ def fit_file(
     :func:`pwfn.fit_posterior`.
     """
     check_writable(out)
-    compressed, network, preparation = _opened(path, options.model)
-    alone = distributed_for(options.device, alone=True)
-    data = open_source(options.data, data_options(options, preparation, seed, alone))
-    check_classes(network.to(alone.device), data, alone.device)
-    unseen = options.holdout > 0
+    file, unseen = open_file(path, options, seed, testing=False), options.holdout > 0
     fitted = fit_posterior(
-        *(compressed, network, data.test if unseen else data.train),
-        original=original_of(compressed, options.model, original) if original is not None else None,
+        *(file.compressed, file.network, file.data.test if unseen else file.data.train),
+        original=original_of(file.compressed, options.model, original) if original is not None else None,
         unseen=unseen,
         seed=seed,
     )
     size = fitted.save(out)
     more = size - path.stat().st_size
     sentence = f"{out}: {size:,} bytes ({more:+,}); posterior: {fitted.posterior_sentence}"
-    found = fitted.tensor_sigma
-    sigma = [] if found is None else found.tolist()
+    sigma = [] if fitted.tensor_sigma is None else fitted.tensor_sigma.tolist()
     return {"file": str(out), "file_bytes": size, "sigma": sigma, "sentence": sentence}
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from pwfn.config.seeds import generator_from
 from pwfn.errors import DataError, cause
 from pwfn.zoo.dataset import Data, DataOptions, fingerprint
-from pwfn.zoo.epochs import Epochs, check_share, epoch_order, shares
+from pwfn.zoo.epochs import Epochs, epoch_order, shares
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -69,15 +69,6 @@ class TensorLoader(Epochs):
 
     def __post_init__(self) -> None:
         count = len(self.images)
-        if count != len(self.targets):
-            raise DataError(f"there are {count:,} images and {len(self.targets):,} targets: give one each")
-        check_share(self.batch_size, self.rank, self.world)
-        channels = self.images.shape[1] if self.images.dim() > 1 else 0
-        if len(self.mean) != len(self.std) or len(self.mean) not in (0, channels):
-            raise DataError(
-                f"mean has {len(self.mean)} and std {len(self.std)} numbers: allowed is one of each per "
-                f"channel ({channels}), or none"
-            )
         self._shares = shares(count, self.batch_size, self.rank, self.world, exact=not self.shuffle)
         self._normalise = Normaliser(self.mean, self.std, self.images.device)
 
@@ -165,7 +156,8 @@ class Arrays:
                 f"{self.name}: images are {_size(self.x_train)}, the model takes {options.image_size}×"
                 f"{options.image_size}: use a model for images of that size"
             )
-        split, used = self.split(options)
+        split = self.split(options)
+        used = (len(split.train.images), len(split.test.images) if options.holdout else 0)
         content = (used, self.x_train, self.y_train, self.x_test, self.y_test)
         return Data(
             name=spec,
@@ -179,8 +171,8 @@ class Arrays:
             labels={"y_train": self.y_train, "y_test": self.y_test},
         )
 
-    def split(self, options: DataOptions) -> tuple[Split, tuple[int, int]]:
-        """Loaders for training and testing, and the numbers of images trained on and held out."""
+    def split(self, options: DataOptions) -> Split:
+        """Loaders for training and testing."""
         kept, held = options.divide(self.name, len(self.x_train))
         x_train, y_train = self.x_train, self.y_train
         x_test, y_test = (self.x_test, self.y_test) if held is None else (x_train[held], y_train[held])
@@ -189,7 +181,7 @@ class Arrays:
         options.check_divisible(self.name, len(x_train), len(x_test))
         train = self._loader(x_train, y_train, options.batch_size, options, train=True)
         test = self._loader(x_test, y_test, options.test_batch_size or 1000, options, train=False)
-        return Split(train, test), (len(kept), 0 if held is None else len(held))
+        return Split(train, test)
 
     def _loader(
         self, images: np.ndarray, labels: np.ndarray, size: int, options: DataOptions, *, train: bool
@@ -254,10 +246,10 @@ def read_digits() -> Arrays:
     return Arrays("digits", images[:1347], labels[:1347], images[1347:], labels[1347:], augment=False)
 
 
-def digits(batch_size: int = 32, seed: int = 0) -> Split:
+def digits(batch_size: int = 32) -> Split:
     """Loaders over the bundled 8×8 digits: 1,347 images to train on, 450 to test on.
 
     >>> len(digits().train.images), len(digits().test.images)
     (1347, 450)
     """
-    return read_digits().split(DataOptions(batch_size=batch_size, seed=seed, test_batch_size=450))[0]
+    return read_digits().split(DataOptions(batch_size=batch_size, test_batch_size=450))

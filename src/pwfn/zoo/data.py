@@ -9,27 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pwfn.errors import DataError, PwfnError, cause
-from pwfn.zoo.arrays import Split, TensorLoader, digits, read_digits, read_npz
+from pwfn.zoo.arrays import TensorLoader as TensorLoader
+from pwfn.zoo.arrays import digits as digits
+from pwfn.zoo.arrays import read_digits, read_npz
 from pwfn.zoo.cifar import CIFAR10, CIFAR100, read_cifar
-from pwfn.zoo.dataset import Data, DataOptions, fingerprint
-from pwfn.zoo.epochs import Epochs, Repeated
-from pwfn.zoo.folder import open_folder
+from pwfn.zoo.dataset import Data as Data
+from pwfn.zoo.dataset import DataOptions as DataOptions
+from pwfn.zoo.dataset import fingerprint as fingerprint
+from pwfn.zoo.epochs import Epochs as Epochs
+from pwfn.zoo.epochs import Repeated as Repeated
+from pwfn.zoo.folder import open_folder, open_images
 from pwfn.zoo.function import user_function
-from pwfn.zoo.images import open_images
-
-__all__ = [
-    "SOURCES",
-    "Data",
-    "DataOptions",
-    "Epochs",
-    "Repeated",
-    "Source",
-    "Split",
-    "TensorLoader",
-    "digits",
-    "fingerprint",
-    "open_source",
-]
 
 
 class Source(NamedTuple):

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from pwfn.errors import DataError
-from pwfn.zoo.epochs import Epochs, check_share
-from pwfn.zoo.models import DataConfig
+from pwfn.zoo.epochs import Epochs
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 _HASHED_BYTES = 2**28  # of one array; only every n-th row of a larger one is hashed
@@ -21,6 +20,8 @@ _HASHED_BYTES = 2**28  # of one array; only every n-th row of a larger one is ha
 @dataclass(frozen=True)
 class DataOptions:
     """How images are prepared, batched and divided among processes.
+
+    The first five are what :func:`pwfn.zoo.models.data_config` returns for a network.
 
     >>> DataOptions(batch_size=64, rank=1, world=2).batch_size
     64
@@ -46,9 +47,10 @@ class DataOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mean", tuple(self.mean))
         object.__setattr__(self, "std", tuple(self.std))
-        check_share(self.batch_size, self.rank, self.world)
-        if self.test_batch_size is not None:
-            check_share(self.test_batch_size, self.rank, self.world)
+        if not 0 <= self.rank < self.world:
+            raise DataError(
+                f"rank is {self.rank} of {self.world} processes: allowed is 0 to {self.world - 1}"
+            )
         if len(self.mean) != len(self.std):
             raise DataError(
                 f"mean has {len(self.mean)} numbers and std {len(self.std)}: give one of each per channel"
@@ -60,15 +62,10 @@ class DataOptions:
             raise DataError(f"interpolation is {self.interpolation!r}: allowed is one of {known}")
         if not 0 < self.crop_pct <= 1:
             raise DataError(f"crop_pct is {self.crop_pct}: allowed is more than 0 and at most 1")
-        for name, least in {"image_size": 1, "limit": 1, "holdout": 0, "workers": 0}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise DataError(f"{name} is {value}: allowed is a whole number of at least {least}")
-
-    @classmethod
-    def prepared(cls, preparation: DataConfig, **options: Any) -> DataOptions:
-        """Options with the image preparation of a network; see :func:`pwfn.zoo.models.data_config`."""
-        return cls(**vars(preparation), **options)
+        for name in ("batch_size", "test_batch_size", "image_size", "limit", "holdout", "workers"):
+            value, low = getattr(self, name), 0 if name in ("holdout", "workers") else 1
+            if value is not None and (not isinstance(value, int) or value < low):
+                raise DataError(f"{name} is {value!r}: allowed is a whole number of at least {low}")
 
     def divide(self, name: str, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The training images to train on, and those held out for testing (None: the source's test images).

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pwfn.config.seeds import generator_from
-from pwfn.errors import DataError
 
 
 class Epochs(ABC):
@@ -108,11 +107,3 @@ def shares(count: int, batch_size: int, rank: int, world: int, *, exact: bool) -
         if share.stop > share.start:
             found.append(share)
     return found
-
-
-def check_share(batch_size: int, rank: int, world: int) -> None:
-    """Refuse an impossible batch size or rank."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise DataError(f"batch_size is {batch_size!r}: allowed is a whole number of at least 1")
-    if not 0 <= rank < world:
-        raise DataError(f"rank is {rank} of {world} processes: allowed is 0 to {world - 1}")

@@ -1,4 +1,4 @@
-"""Image folders in ImageNet's layout, ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``; reading images."""
+"""Image folders: ImageNet's ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, or images without labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ _SAMPLED_FILES = 16  # of each split, whose bytes go into the fingerprint
 _LAYOUT = "the layout is train/<class>/*.JPEG and val/<class>/*.JPEG"
 IMAGENET_SIZE = 224
 _READ_TOGETHER = 16  # images per message of a worker: small, since containers share little memory
+_MEASURED_SHARE, _MOST_MEASURED = 5, 1000  # a fifth of the images, at most a thousand
+_KEPT_BYTES = 2**31  # of pixels in memory; a larger folder is read again in every epoch
+_ENOUGH = 16  # readable images, with which a folder is used although some cannot be read
+_FEW = 10  # at most a tenth of the images may be unreadable
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def open_folder(spec: str, directory: str, options: DataOptions) -> Data:
     Where only testing is wanted, ``val`` alone is enough, and so are the class folders themselves: then
     every class of the network must be there, since their numbers come from their order.
     """
-    root = existing(directory)
+    root = _existing(directory)
     options.check_channels(f"{root}: images are read in 3 channels", 3)
     size = options.image_size or IMAGENET_SIZE
     if options.testing and not (root / "train").is_dir():
@@ -99,7 +103,71 @@ def open_folder(spec: str, directory: str, options: DataOptions) -> Data:
     )
 
 
-def existing(directory: str) -> Path:
+def open_images(spec: str, directory: str, options: DataOptions) -> Data:
+    """All images in a folder and below it, prepared as for testing; subfolders are not classes.
+
+    A fifth of them, at most 1,000 (or ``options.holdout``), is measured on and not trained on. Which ones
+    depends only on the sorted names. Batches are images alone. The images are read once, into memory, if
+    they take at most 2 GiB there; a few that cannot be read are then left out, with a warning.
+    """
+    root = _existing(directory)
+    options.check_channels(f"{root}: images are read in 3 channels", 3)
+    images = Images(root, np.array(_files_below(root, root)), None)
+    count = len(images.names)
+    if count == 0:
+        raise DataError(f"{root}: holds no images: allowed are files that end in {', '.join(EXTENSIONS)}")
+    if count == 1:
+        raise DataError(
+            f"{root}: holds one image: at least two are needed, one to compress with and one to measure on"
+        )
+    size = options.image_size or IMAGENET_SIZE
+    measured = options.holdout or min(max(count // _MEASURED_SHARE, 1), _MOST_MEASURED)
+    kept, held = replace(options, holdout=measured).divide(spec, count)
+    assert held is not None  # some are held out
+    parts = [images.chosen(kept[:0] if options.testing else kept), images.chosen(held)]
+    loaders = _loaders(parts, options)
+    train, test = (loader.images for loader in loaders)
+    if not options.testing:
+        options.check_divisible(spec, len(train.names), len(test.names))
+    return Data(
+        name=spec,
+        train=loaders[0],
+        test=loaders[1],
+        classes=None,
+        image_shape=(3, size, size),
+        fingerprint=fingerprint("images", (*train.facts(), *test.facts())),
+        train_size=len(train.names),
+        test_size=len(test.names),
+        labelled=False,
+    )
+
+
+def _loaders(parts: list[Images], options: DataOptions) -> list[ImageLoader]:
+    """Loaders for training and testing, without images that cannot be read."""
+    plain = replace(options, augment=False)
+    count = sum(len(part.names) for part in parts)
+    if 3 * count * (options.image_size or IMAGENET_SIZE) ** 2 > _KEPT_BYTES:
+        return [ImageLoader(part, plain, train=not n) for n, part in enumerate(parts)]
+    loaders, failures = [], []
+    for number, part in enumerate(parts):
+        pixels, errors = _read_all(part, plain)
+        failures += list(errors.values())
+        good = np.setdiff1d(np.arange(len(part.names)), list(errors))
+        if errors:
+            part, pixels = part.chosen(good), pixels[good]
+        loaders.append(ImageLoader(part, plain, train=not number, pixels=pixels))
+    if failures:
+        lost = f"{len(failures):,} of {count:,} images cannot be read, the first: {failures[0]}"
+        emptied = any(
+            len(part.names) and not len(loader) for part, loader in zip(parts, loaders, strict=True)
+        )
+        if count - len(failures) < _ENOUGH or _FEW * len(failures) > count or emptied:
+            raise DataError(f"{parts[0].folder}: {lost}: remove or replace them")
+        warnings.warn(f"{parts[0].folder}: left out, {lost}", stacklevel=2)
+    return loaders
+
+
+def _existing(directory: str) -> Path:
     """A folder that exists."""
     root = Path(directory).expanduser()
     if root.is_file():
@@ -122,7 +190,7 @@ def _scan(folder: Path, present: tuple[str, ...], class_names: tuple[str, ...]) 
     names: list[bytes] = []
     labels: list[int] = []
     for class_name in present:
-        found = files_below(folder / class_name, folder)
+        found = _files_below(folder / class_name, folder)
         if not found:
             raise DataError(f"{folder / class_name}: this class folder has no images")
         names += found
@@ -130,7 +198,7 @@ def _scan(folder: Path, present: tuple[str, ...], class_names: tuple[str, ...]) 
     return Images(folder, np.array(names), np.array(labels, dtype=np.int64))
 
 
-def files_below(folder: Path, root: Path) -> list[bytes]:
+def _files_below(folder: Path, root: Path) -> list[bytes]:
     """The image files of a folder and those below it, relative to ``root``, in the order of their paths."""
     found = sorted(
         os.path.relpath(os.path.join(below, file), root)
@@ -174,43 +242,37 @@ class ImageLoader(Epochs):
         if not batches:
             return
         epoch = _Epoch(self.images, options, self.train, number)
-        reader = _reader(epoch, [batch.numpy() for batch in batches], _collate)
+        reader = _reader(epoch, [batch.numpy() for batch in batches])
         try:
-            for batch in reader:
-                if isinstance(batch, str):  # an exception from a worker would carry its traceback
-                    raise DataError(batch)
-                images, *targets = (part.to(device, non_blocking=True) for part in batch)
+            for parts, errors in reader:
+                if error := next(filter(None, errors), None):
+                    raise DataError(error)
+                images, *targets = (part.to(device, non_blocking=True) for part in parts)
                 yield (self._normalise(images), *targets) if targets else self._normalise(images)
         finally:
             del reader  # ends the workers now, even if an exception keeps this frame alive
 
 
-def read_all(images: Images, options: DataOptions) -> tuple[Tensor, dict[int, str]]:
+def _read_all(images: Images, options: DataOptions) -> tuple[Tensor, dict[int, str]]:
     """The pixels of all images as the network is tested on them, uint8, and why some cannot be read."""
     size = options.image_size or IMAGENET_SIZE
     pixels = torch.empty(len(images.names), 3, size, size, dtype=torch.uint8)
     epoch = _Epoch(images, options, train=False, number=0)
     batches = [*torch.arange(len(images.names)).split(_READ_TOGETHER)] if len(images.names) else []
-    reader = _reader(epoch, [batch.numpy() for batch in batches], _collate_readable)
+    reader = _reader(epoch, [batch.numpy() for batch in batches])
     errors: dict[int, str] = {}
     try:
-        for batch, (read, why) in zip(batches, reader, strict=True):
-            bad = [number for number, reason in enumerate(why) if reason]
-            errors |= {int(batch[number]): why[number] for number in bad}
-            good = [number for number, reason in enumerate(why) if not reason]
-            if good:
-                pixels[batch[good]] = read
+        for batch, (parts, why) in zip(batches, reader, strict=True):
+            errors |= {number: reason for number, reason in zip(batch.tolist(), why, strict=True) if reason}
+            if parts:
+                good = torch.tensor([not reason for reason in why])
+                pixels[batch[good]] = parts[0]
     finally:
         del reader
     return pixels, errors
 
 
-def image_bytes(count: int, options: DataOptions) -> int:
-    """Memory that :func:`read_all` needs for so many images."""
-    return 3 * count * (options.image_size or IMAGENET_SIZE) ** 2
-
-
-def _reader(epoch: _Epoch, batches: list[np.ndarray], collate: Callable[[Any], Any]) -> Iterator[Any]:
+def _reader(epoch: _Epoch, batches: list[np.ndarray]) -> Iterator[Any]:
     options = epoch.options
     _transform(options, epoch.train)  # imports torchvision here, once, and not in every worker
     with warnings.catch_warnings():
@@ -219,7 +281,7 @@ def _reader(epoch: _Epoch, batches: list[np.ndarray], collate: Callable[[Any], A
             epoch,
             batch_sampler=batches,  # type: ignore[arg-type]  # a list of arrays works
             num_workers=min(options.workers, len(batches)),
-            collate_fn=collate,
+            collate_fn=_collate,
             pin_memory=torch.device(options.device).type == "cuda",
             worker_init_fn=_ignore_interrupts,
             generator=torch.Generator(),  # otherwise every epoch draws from torch's global generator
@@ -288,15 +350,14 @@ def _transform(options: DataOptions, train: bool) -> Callable[[Any], Tensor]:
     return chain
 
 
-def _collate(examples: list[Any]) -> list[Tensor] | str:
-    return next((error for error in examples if isinstance(error, str)), None) or default_collate(examples)
+def _collate(examples: list[Any]) -> tuple[list[Tensor], list[str]]:
+    """A batch of what could be read, and for each example why it could not, or an empty text.
 
-
-def _collate_readable(examples: list[Any]) -> tuple[Tensor, list[str]]:
-    """The images that could be read, and for each example why it could not, or an empty text."""
-    read = [example[0] for example in examples if not isinstance(example, str)]
-    why = [example if isinstance(example, str) else "" for example in examples]
-    return torch.stack(read) if read else torch.empty(0), why
+    An exception from a worker would carry its traceback.
+    """
+    read = [example for example in examples if not isinstance(example, str)]
+    errors = [example if isinstance(example, str) else "" for example in examples]
+    return (default_collate(read) if read else []), errors
 
 
 def _ignore_interrupts(_: int) -> None:

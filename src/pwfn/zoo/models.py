@@ -19,26 +19,11 @@ from torch import nn
 
 from pwfn.errors import PwfnError, cause
 from pwfn.zoo.function import user_function
-from pwfn.zoo.networks import SmallResNet, SmallVGG, VisionTransformer
-from pwfn.zoo.weights import load_weights, noted_classes
-
-__all__ = [
-    "OWN",
-    "DataConfig",
-    "SmallResNet",
-    "SmallVGG",
-    "VisionTransformer",
-    "create",
-    "data_config",
-    "digits_resnet",
-    "input_shape",
-    "load_weights",
-    "noted_classes",
-    "ready_torchvision",
-    "recorded",
-    "recorded_classes",
-    "timm_model",
-]
+from pwfn.zoo.networks import SmallResNet as SmallResNet
+from pwfn.zoo.networks import SmallVGG as SmallVGG
+from pwfn.zoo.networks import VisionTransformer as VisionTransformer
+from pwfn.zoo.weights import load_weights as load_weights
+from pwfn.zoo.weights import noted_classes as noted_classes
 
 
 def digits_resnet(classes: int = 10) -> nn.Module:
@@ -64,9 +49,8 @@ def create(name: str, *, pretrained: bool = False, classes: int | None = None, *
     """A network by name: one of :data:`OWN`, ``python:FILE:FUNCTION``, or any of timm's and torchvision's.
 
     A name that both have is timm's; ``torchvision:NAME`` is torchvision's. ``pretrained`` lets them download
-    the weights. ``classes`` is the number of outputs if it is not the
-    network's usual one. ``options`` are passed to the function that makes it. The file of ``python:`` is
-    run: name only files that you trust.
+    the weights. ``classes`` is the number of outputs if it is not the network's usual one. ``options`` are
+    passed to the function that makes it. The file of ``python:`` is run: name only files that you trust.
 
     >>> create("digits_resnet", classes=3).linear.out_features
     3
@@ -79,7 +63,7 @@ def create(name: str, *, pretrained: bool = False, classes: int | None = None, *
             options["num_classes"] = classes
         if (torchvisions := _torchvision_name(name)) is not None:
             return torchvision_model(torchvisions, pretrained=pretrained, **options)
-        return timm_model(name, **options, **({"pretrained": True} if pretrained else {}))
+        return timm_model(name, pretrained=pretrained, **options)
     if pretrained:
         own = ", or --weights random for those that its function gives" if is_file else ""
         raise PwfnError(f"model {name!r} has no pre-trained weights: give a file with --weights FILE{own}")

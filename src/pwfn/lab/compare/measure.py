@@ -17,10 +17,10 @@ from pwfn.file.compressed import Compressed
 from pwfn.file.content import Division
 from pwfn.file.format import load
 from pwfn.lab.compare.plan import Run
+from pwfn.lab.uncertainty.file import evaluated
 from pwfn.layout import Entry, Kind, Layout
-from pwfn.run.options import RunOptions
+from pwfn.run.options import RunOptions, TrustOptions
 from pwfn.run.resolve import network_of
-from pwfn.run.scores import evaluate_file
 
 DIGEST = "weights.sha256"
 """The digest of the file of weights that a run was started from; in its folder."""
@@ -217,4 +217,5 @@ def ensemble_accuracy(file: Path, run: Run, device: str | None) -> float:
         batch_size=plan.batch_size,
         holdout=plan.holdout,
     )
-    return float(evaluate_file(file, options, samples=plan.samples, seed=run.seed)["ensemble"])
+    asked = TrustOptions(samples=plan.samples, seed=run.seed)
+    return float(evaluated([file], options, asked)[0]["ensemble"])

@@ -80,8 +80,8 @@ def _run(options: TrainOptions, say: Callable[[str], None], history: list[Epoch]
     device = usable_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with torch.device("meta"):  # only its data settings are needed
         images = models.data_config(name, models.create(name))
-    how = DataOptions.prepared(
-        images,
+    how = DataOptions(
+        **vars(images),
         batch_size=recipe.batch_size,
         seed=recipe.seed,
         device=device,

@@ -292,7 +292,7 @@ def _row(
         accuracy_all=measures.accuracy(whole.probabilities, whole.targets),
         nll=float(losses.mean()),
         brier=measures.brier_score(p, targets),
-        calibration_error=measures.binned_error(bins),
+        calibration_error=measures.calibration_error(bins),
         risk_coverage_area=float(risks.mean()),
         auroc=detection(measures.auroc),
         fpr95=detection(measures.false_positive_rate),

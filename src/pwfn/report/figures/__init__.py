@@ -18,15 +18,10 @@ __all__ = ["Figure", "figures", "save_png"]
 def figures(runs: Sequence[RunData]) -> list[Figure]:
     """All that the data of these runs allow: first those of all runs together, then those of each."""
     labels = names(runs)
-    panels = [
-        sigma.Panel(label if len(runs) > 1 else "", run.history)
-        for run, label in zip(runs, labels, strict=True)
-        if not sigma.constant(run.history)  # which is said in a sentence
-    ]
     found: list[Figure | None] = [
         accuracy.against_size(runs, labels),
         training.by_round(runs, labels),
-        sigma.by_round(panels),
+        sigma.by_round(runs, labels),
     ]
     for number, (run, label) in enumerate(zip(runs, labels, strict=True), 1):
         own = (

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pwfn.evaluate.calibration import Bin, calibration_error
 from pwfn.evaluate.targets import pareto
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
@@ -21,21 +22,25 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
 
     Of one run also the sizes of other formats, whose accuracy nobody measured.
     """
-    scored = [(run, name, run.after) for run, name in zip(runs, names, strict=True) if run.after is not None]
+    scored = [run for run in runs if run.after is not None]
     if not scored:
         return None
-    what = measure([run for run, *_ in scored])
-    points = [(after, run.file.file_bytes) for run, _, after in scored]
-    best = pareto(points)
-    originals = {(run.file.fp32_bytes, run.before) for run, *_ in scored if run.before is not None}
+    what = measure(scored)
+    files = [
+        (name, run.after, run.file.file_bytes)
+        for run, name in zip(runs, names, strict=True)
+        if run.after is not None
+    ]
+    best = pareto([(after, file_bytes) for _, after, file_bytes in files])
+    front = [file for file, is_best in zip(files, best, strict=True) if is_best]
+    originals = sorted({(run.file.fp32_bytes, run.before) for run in scored if run.before is not None})
     states = [
         (state.file_bytes, 100 * state.accuracy)
         for run in runs
         for state in run.states
         if math.isfinite(state.accuracy) and state.file_bytes
     ]
-
-    only = scored[0][0] if len(scored) == 1 else None
+    only = scored[0] if len(scored) == 1 else None
     rivals = only.rivals if only is not None and what == "accuracy" else ()
     formats = {key: n for key, n in only.file.rivals().items() if key != "fp32"} if only is not None else {}
 
@@ -43,36 +48,27 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         panel = sheet.subplots()
         for key, n in formats.items():
             panel.axvline(n, color=INK, linewidth=0.9, linestyle=":", alpha=0.6)
-            place: dict[str, Any] = {
-                "xytext": (3, -2),
-                "textcoords": "offset points",
-                "va": "top",
-                "fontsize": 8.5,
-            }
-            panel.annotate(key, (n, 1), xycoords=("data", "axes fraction"), **place)
+            place = ("data", "axes fraction")
+            panel.annotate(key, (n, 1), (3, -2), place, "offset points", va="top", fontsize=8.5)
         for number, rival in enumerate(rivals):
             mark = MARKERS[1 + number % (len(MARKERS) - 1)]
-            hollow: dict[str, Any] = {"markerfacecolor": "none", "markersize": 6}
-            hollow["color"] = SERIES[1 + number % (len(SERIES) - 1)]
-            label = clean(rival.label)[:26]
-            panel.plot([rival.file_bytes], [100 * rival.accuracy], mark, label=label, **hollow)
+            look: dict[str, Any] = {"color": SERIES[1 + number % (len(SERIES) - 1)], "markersize": 6}
+            look |= {"markerfacecolor": "none", "label": clean(rival.label)[:26]}
+            panel.plot([rival.file_bytes], [100 * rival.accuracy], mark, **look)
         if states:
             label = "other states"
             panel.plot(*zip(*states, strict=True), "o", color=INK, alpha=0.35, markeredgewidth=0, label=label)
-        for number, (fp32_bytes, before) in enumerate(sorted(originals)):
+        for number, (fp32_bytes, before) in enumerate(originals):
             label = "before, fp32" if number == 0 else "_"  # one entry in the legend
             panel.plot([fp32_bytes], [100 * before], "s", color=INK, markersize=6, label=label)
-        front = sorted((b, 100 * a) for (a, b), on in zip(points, best, strict=True) if on)
-        look = {"color": INK, "linewidth": 0.9, "linestyle": DASHED, "drawstyle": "steps-post"}
-        panel.plot(*zip(*front, strict=True), **look)
-        for number, ((_, name, after), (_, file_bytes), on) in enumerate(
-            zip(scored, points, best, strict=True), 1
-        ):
+        x, y = zip(*sorted((file_bytes, 100 * after) for _, after, file_bytes in front), strict=True)
+        panel.plot(x, y, color=INK, linewidth=0.9, linestyle=DASHED, drawstyle="steps-post")
+        for number, ((name, after, file_bytes), is_best) in enumerate(zip(files, best, strict=True), 1):
             color = SERIES[(number - 1) % len(SERIES)]
-            label = f"{number}  {short(name)}" if len(scored) > 1 else "this file"
-            look = {"color": color, "markersize": 8, "markerfacecolor": color if on else "none"}
+            label = f"{number}  {short(name)}" if len(files) > 1 else "this file"
+            look = {"color": color, "markersize": 8, "markerfacecolor": color if is_best else "none"}
             panel.plot([file_bytes], [100 * after], "o", label=label, **look)
-            if len(scored) > 1:
+            if len(files) > 1:
                 at = (file_bytes, 100 * after)
                 panel.annotate(str(number), at, xytext=(6, 5), textcoords="offset points", fontsize=8.5)
         panel.set(xscale="log", xlabel="bytes")
@@ -81,15 +77,11 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         style.accuracy_axis(panel, what)
         sheet.legend(loc="outside lower left", ncols=2)
 
-    told = [
-        f"{name}, {after:.2%} at {size(file_bytes)}"
-        for (_, name, after), (_, file_bytes), on in zip(scored, points, best, strict=True)
-        if on
-    ]
-    before = [f"before compression {b:.2%} at {size(n)} in fp32" for n, b in sorted(originals)]
-    before += [f"{rival.label} {rival.accuracy:.2%} at {size(rival.file_bytes)}" for rival in rivals]
-    before += [f"{key} would take {size(n)}" for key, n in formats.items()]
-    several = f"Of {len(scored)} runs, those that no other beats in both {what} and size: "
+    told = [f"{name}, {after:.2%} at {size(file_bytes)}" for name, after, file_bytes in front]
+    told += [f"before compression {accuracy:.2%} at {size(n)} in fp32" for n, accuracy in originals]
+    told += [f"{rival.label} {rival.accuracy:.2%} at {size(rival.file_bytes)}" for rival in rivals]
+    told += [f"{key} would take {size(n)}" for key, n in formats.items()]
+    several = f"Of {len(files)} runs, those that no other beats in both {what} and size: "
     return Figure(
         key="accuracy",
         title=f"{what.capitalize()} against size",
@@ -98,7 +90,7 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
         + (" Small dots are the network after each round, or at each step that was tried." if states else "")
         + (" Hollow marks are other methods of the same table." if rivals else "")
         + (" Dotted lines are sizes of other formats, whose accuracy was not measured." if formats else ""),
-        alt=f"{several if len(scored) > 1 else ''}{'; '.join([*told, *before])}.",
+        alt=f"{several if len(files) > 1 else ''}{'; '.join(told)}.",
         draw=draw,
         height=2.9 + 0.2 * math.ceil((len(scored) + len(rivals) + bool(states) + bool(originals)) / 2),
         width=style.NARROW,
@@ -111,26 +103,26 @@ def against_size(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None
     )
 
 
-Bins = Sequence[Mapping[str, Any]]
-"""Of each its ``examples``, and their mean ``confidence`` and ``accuracy``."""
+def reliability(diagrams: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> Figure | None:
+    """Accuracy against confidence, one panel per set of predictions, all on the same scale.
 
-
-def reliability(found: Mapping[str, Bins], key: str) -> Figure | None:
-    """Accuracy against confidence, one panel per set of predictions, all on the same scale."""
+    A diagram is a list of bins, each with the fields of :class:`pwfn.evaluate.calibration.Bin`.
+    """
+    found = {str(name): tuple(Bin(**each) for each in bins) for name, bins in diagrams.items()}
     if not found:
         return None
-    ends = [b[name] for bins in found.values() for b in bins for name in ("confidence", "accuracy")]
+    ends = [end for bins in found.values() for b in bins for end in (b.confidence, b.accuracy)]
     low = min(math.floor(10 * min(ends, default=0.0)) / 10, 0.9)
     rows = math.ceil(len(found) / 3)
 
     def draw(sheet: Sheet) -> None:
         panels = sheet.subplots(rows, 3, squeeze=False, sharex=True, sharey=True)
         for panel, (name, bins) in zip(panels.flatten(), found.items(), strict=False):
-            x, y = [b["confidence"] for b in bins], [b["accuracy"] for b in bins]
+            x, y = [b.confidence for b in bins], [b.accuracy for b in bins]
             panel.plot([low, 1], [low, 1], color=INK, linewidth=0.8, linestyle=DASHED)
             style.strokes(panel, x, x, y, color=SERIES[1], linewidth=1.2)
             panel.plot(x, y, "o", color=SERIES[0], clip_on=False)
-            panel.set_title(short(str(name), 28))
+            panel.set_title(short(name, 28))
             edges = (low - 0.02 * (1 - low), 1 + 0.02 * (1 - low))
             panel.set(xlim=edges, ylim=edges, aspect="equal")
         for number, panel in enumerate(panels.flatten()):
@@ -141,8 +133,7 @@ def reliability(found: Mapping[str, Bins], key: str) -> Figure | None:
         for row in panels:
             row[0].set_ylabel("accuracy")
 
-    errors = {str(name): calibration_error(bins) for name, bins in found.items()}
-    told = "; ".join(f"{name} {error:.4f}" for name, error in errors.items())
+    told = "; ".join(f"{name} {calibration_error(bins):.4f}" for name, bins in found.items())
     return Figure(
         key=key,
         title="Reliability",
@@ -152,13 +143,3 @@ def reliability(found: Mapping[str, Bins], key: str) -> Figure | None:
         draw=draw,
         height=0.5 + 2.3 * rows,
     )
-
-
-def calibration_error(bins: Bins) -> float:
-    """``sum_b n_b / n |accuracy_b - confidence_b|``.
-
-    >>> calibration_error([{"examples": 3, "confidence": 0.5, "accuracy": 0.75}])
-    0.25
-    """
-    total = max(sum(b["examples"] for b in bins), 1)
-    return math.fsum(b["examples"] / total * abs(b["accuracy"] - b["confidence"]) for b in bins)

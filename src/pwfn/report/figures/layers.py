@@ -46,19 +46,20 @@ def channels(run: RunData) -> Figure | None:
 
 def _boxes(key: str, title: str, names: Sequence[str], parts: dict[str, Layers]) -> Figure:
     """A row of panels per measure, a column per part, a box per layer."""
-    means = {
-        (measure, part): [_mean(pools, measure) for pools in layers]
+    columns = {
+        (measure, part): [[getattr(pool, measure) for pool in pools] for pools in layers]
         for measure in _MEASURES
         for part, layers in parts.items()
     }
+    means = {key: [float(np.mean(column)) for column in own] for key, own in columns.items()}
 
     def draw(sheet: Sheet) -> None:
         panels = sheet.subplots(2, len(parts), squeeze=False, sharex=True, sharey="row")
         for row, measure in enumerate(_MEASURES):
             panels[row][0].set_ylabel(_MEASURES[measure].replace(", ", ",\n"))
             top = 0.1
-            for panel, (part, layers) in zip(panels[row], parts.items(), strict=True):
-                top = max(top, _box(panel, layers, measure, means[measure, part]))
+            for panel, part in zip(panels[row], parts, strict=True):
+                top = max(top, _box(panel, columns[measure, part], means[measure, part]))
                 if part and row == 0:
                     panel.set_title(f"{_PARTS[part]} ({part})")
             panels[row][0].set_ylim(0, 1.08 * top)
@@ -99,17 +100,12 @@ def _boxes(key: str, title: str, names: Sequence[str], parts: dict[str, Layers])
     )
 
 
-def _mean(pools: Sequence[Pool], measure: str) -> float:
-    return float(np.mean([getattr(pool, measure) for pool in pools]))
-
-
-def _box(panel: Axes, layers: Layers, measure: str, means: Sequence[float]) -> float:
+def _box(panel: Axes, columns: Sequence[Sequence[float]], means: Sequence[float]) -> float:
     """A few paths for all boxes, however many there are; returns the highest end of a whisker."""
-    at = list(range(1, len(layers) + 1))
-    columns = [[getattr(pool, measure) for pool in pools] for pools in layers]
+    at = list(range(1, len(columns) + 1))
     shares = (0.05, 0.25, 0.5, 0.75, 0.95)
     low, quarter, middle, three, high = zip(*(np.quantile(c, shares).tolist() for c in columns), strict=True)
-    width = max(2.0, min(12.0, 60 / len(layers)))  # points
+    width = max(2.0, min(12.0, 60 / len(columns)))  # points
     style.strokes(panel, at, low, high, color=SERIES[0], linewidth=0.8)
     look = {"linewidth": width, "solid_capstyle": "butt", "alpha": 0.55}
     style.strokes(panel, at, quarter, three, color=SERIES[0], **look)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from statistics import median_high
+from typing import TYPE_CHECKING
 
+from pwfn.evaluate.trace import BINS_PER_OCTAVE, Histogram, Sample
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, SERIES, Figure
 from pwfn.report.formats import short
-from pwfn.report.reading import BINS_PER_OCTAVE, Histogram, History, RunData, Sample, quantile
+from pwfn.report.reading import History, RunData, quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,14 +20,6 @@ if TYPE_CHECKING:
 
 _LOWEST = -16  # log2 of a sigma; smaller ones are drawn there
 _LAYERS = 5
-
-
-class Panel(NamedTuple):
-    """One run of the figure."""
-
-    title: str
-    history: History
-    limit: float | None = None  # a sigma to mark
 
 
 def constant(history: History) -> str | None:
@@ -38,21 +32,28 @@ def constant(history: History) -> str | None:
     return f"All free weights have one common sigma, about {goes}."
 
 
-def by_round(panels: Sequence[Panel]) -> Figure | None:
-    """The distribution of sigma over the free weights, at the start and before every fixing."""
-    shown = [panel for panel in panels if len(panel.history.sigmas) > 1]
+def by_round(runs: Sequence[RunData], names: Sequence[str]) -> Figure | None:
+    """The distribution of sigma over the free weights, at the start and before every fixing.
+
+    A constant sigma is not drawn: it is said in a sentence.
+    """
+    shown = [
+        (name if len(runs) > 1 else "", run.history.sigmas)
+        for run, name in zip(runs, names, strict=True)
+        if len(run.history.sigmas) > 1 and not constant(run.history)
+    ]
     if not shown:
         return None
-    smallest = min(quantile(histogram, 0.01) for panel in shown for _, histogram in panel.history.sigmas)
+    smallest = min(quantile(histogram, 0.01) for _, sigmas in shown for _, histogram in sigmas)
     lowest = max(math.floor(math.log2(smallest)), _LOWEST) - 0.5
     columns = min(len(shown), 3)
     rows = math.ceil(len(shown) / columns)
 
     def draw(sheet: Sheet) -> None:
         axes = sheet.subplots(rows, columns, squeeze=False, sharex=True).flatten()
-        for place, panel in zip(axes, shown, strict=False):
-            last = panel.history.sigmas[-1][0]
-            for number, histogram in panel.history.sigmas:
+        for place, (title, sigmas) in zip(axes, shown, strict=False):
+            last = sigmas[-1][0]
+            for number, histogram in sigmas:
                 x, y = _outline(histogram, lowest)
                 if number == 0:
                     place.plot(x, y, color=INK, linewidth=1.1, linestyle=DASHED, label="at the start")
@@ -60,10 +61,7 @@ def by_round(panels: Sequence[Panel]) -> Figure | None:
                     label = "before each fixing, later ones stronger" if number == last else None
                     alpha = 0.25 + 0.75 * number / last
                     place.plot(x, y, color=SERIES[0], alpha=alpha, linewidth=1.3, label=label)
-            if panel.limit:
-                label = f"cap S = {panel.limit:g}"
-                place.axvline(math.log2(panel.limit), color=SERIES[1], linewidth=0.9, label=label)
-            place.set_title(short(panel.title, 72 // columns))
+            place.set_title(short(title, 72 // columns))
             place.set_ylim(bottom=0)
             style.powers_of_two(place.xaxis, 4 if columns > 1 else 2)
         axes[0].set_xlim(left=lowest - 0.2)
@@ -77,9 +75,9 @@ def by_round(panels: Sequence[Panel]) -> Figure | None:
         sheet.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
     told = "; ".join(
-        f"{panel.title}: " * bool(panel.title) + "the median sigma of the free weights is "
-        f"{_median(panel.history.sigmas[0])} at the start and {_median(panel.history.sigmas[-1])} in the end"
-        for panel in shown
+        f"{title}: " * bool(title) + "the median sigma of the free weights is "
+        f"{_median(sigmas[0])} at the start and {_median(sigmas[-1])} in the end"
+        for title, sigmas in shown
     )
     return Figure(
         key="sigmas",
@@ -94,13 +92,13 @@ def by_round(panels: Sequence[Panel]) -> Figure | None:
             ("run", "round", "free weights", "sigma, 5%", "median", "95%"),
             tuple(
                 (
-                    panel.title or "this run",
+                    title or "this run",
                     str(number) if number else "start",
                     f"{histogram.total:,}",
                     *(f"{quantile(histogram, share):.2g}" for share in (0.05, 0.5, 0.95)),
                 )
-                for panel in shown
-                for number, histogram in panel.history.sigmas
+                for title, sigmas in shown
+                for number, histogram in sigmas
             ),
         ),
     )
@@ -156,7 +154,8 @@ def mu_and_sigma(run: RunData) -> Figure | None:
         "weights at one value. A sigma of zero is at the lower edge.",
         alt=f"For {some} the weights are spread over all values at the start and lie on a few in the end; "
         + "; ".join(
-            f"{start.name}: median sigma {_middle(start):.2g} at the start, {_middle(end):.2g} at the end"
+            f"{start.name}: median sigma {median_high(start.sigma):.2g} at the start, "
+            f"{median_high(end.sigma):.2g} at the end"
             for start, end in chosen
         )
         + ".",
@@ -175,7 +174,3 @@ def _cloud(axes: Axes, sample: Sample, color: str, lowest: int) -> None:
         by_size.setdefault(2.4 * 2 ** (math.floor(math.log2(count)) / 2), []).append(place)
     for size, own in sorted(by_size.items()):
         style.dots(axes, [mu for mu, _ in own], [sigma for _, sigma in own], color, size)
-
-
-def _middle(sample: Sample) -> float:
-    return sorted(sample.sigma)[len(sample.sigma) // 2]

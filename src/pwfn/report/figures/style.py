@@ -113,17 +113,10 @@ def svg(figure: Figure) -> str:
     )
 
 
-def png(figure: Figure, path: Path, dots_per_inch: int = 160, note: str = "") -> None:
-    """A picture on white; ``note`` is stored in the file as its description."""
+def png(figure: Figure, path: Path) -> None:
+    """A picture on white."""
     with replacing(path) as temporary:
-        _save(
-            figure,
-            temporary,
-            format="png",
-            dpi=dots_per_inch,
-            facecolor="white",
-            metadata={"Description": note},
-        )
+        _save(figure, temporary, format="png", dpi=160, facecolor="white")
 
 
 def _save(figure: Figure, target: Any, **how: Any) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from pwfn.fixing.record import Move
 from pwfn.fixing.unique import unique_counts
 from pwfn.report.figures import style
 from pwfn.report.figures.style import DASHED, INK, MARKERS, SERIES, Figure
 from pwfn.report.formats import short, shown, thousands
-from pwfn.report.reading import Move, RunData, measure
+from pwfn.report.reading import RunData, measure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
@@ -202,5 +204,4 @@ def distances(run: RunData) -> Figure | None:
 
 def _mean_distance(moves: Sequence[Move]) -> float:
     """Over all weights that were not zero."""
-    weights = [move.count - move.from_zero for move in moves]
-    return sum(w * move.mean for w, move in zip(weights, moves, strict=True)) / sum(weights)
+    return fmean([move.mean for move in moves], [move.count - move.from_zero for move in moves])
