@@ -53,6 +53,14 @@ def test_where_nothing_is_trained_the_forecast_is_the_result(tmp_path: Path) -> 
     assert sizes[1] < sizes[0] - 500
 
 
+def test_a_system_that_tells_no_peak_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has no module ``resource``."""
+    monkeypatch.setattr("pwfn.run.forecast.resource", None)
+    found = forecast(options(tmp_path), UNTRAINED)
+    assert found.memory_bytes == 0
+    assert str(found).startswith("memory: not known")
+
+
 def test_the_steps_are_those_of_the_run(tmp_path: Path) -> None:
     """1,347 images in batches of 64 are 22; 5 % of an epoch before the first fixing, and one of polish."""
     config = Config().override({"schedule.fractions": [0.5, 0.9, 1.0], "schedule.epochs_per_round": 2.0})

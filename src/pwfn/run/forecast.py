@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import resource
 import statistics
 import sys
 import threading
@@ -33,6 +32,11 @@ from pwfn.run.console import duration
 from pwfn.run.options import RunOptions
 from pwfn.run.resolve import resolve
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 _ENOUGH_SECONDS = 3.0  # of timed steps
 _SLOW_SECONDS = 30.0  # the first step, which includes warm-up, is used only if it takes this long
 _MOST_STEPS = 10
@@ -51,7 +55,7 @@ class Forecast:
     steps: int  # of the whole run
     tries: int  # networks that a target asks for at most, where it decides the step; else 1
     try_seconds: float  # of the fixing of each but the first
-    memory_bytes: int  # peak: of the device, or of the process on a CPU
+    memory_bytes: int  # peak: of the device, or of the process on a CPU; 0 where the system does not tell
     device_bytes: int | None  # of the device in total
     file_bytes: int
     entropy_bits: float
@@ -62,11 +66,10 @@ class Forecast:
         return asdict(self)
 
     def __str__(self) -> str:
-        memory = f"{self.memory_bytes / 2**30:.2f} GiB"
-        if self.device_bytes:
-            memory += f" of the device's {self.device_bytes / 2**30:.1f} GiB"
+        of = f" of the device's {self.device_bytes / 2**30:.1f} GiB" if self.device_bytes else ""
+        memory = f"{self.memory_bytes / 2**30:.2f} GiB{of} at the peak"
         return (
-            f"memory: {memory} at the peak\n"
+            f"memory: {memory if self.memory_bytes else 'not known on this system'}\n"
             f"time: {'up to ' if self.tries > 1 else ''}{duration(self.total_seconds)} in total, "
             f"{self.step_seconds:.3g} s per step "
             f"({self.steps:,} steps), {duration(self.epoch_seconds)} per epoch, "
@@ -234,5 +237,7 @@ def _wait() -> None:
 def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
