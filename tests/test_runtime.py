@@ -34,7 +34,6 @@ from pwfn.runtime import (
     indexed_conv2d,
     indexed_linear,
     library,
-    memory_report,
     pack,
 )
 
@@ -311,10 +310,8 @@ def test_tied_weights_and_shared_modules_stay_one() -> None:
         assert model.embedding.indexed is model.head.indexed
         assert model.first is model.second
         assert torch.equal(model(x), dense(x))
-    report = memory_report(small)
-    assert report.index_bytes == (66 + 36) // 2  # two in a byte
-    # The bias, four vectors and a counter of BatchNorm, two buffers.
-    assert report.dense_bytes == 4 * (66 + 36 + 6) + 4 * 4 * 6 + 8 + 2 * 4
+    indices = [weight.indices for weight in small.modules() if isinstance(weight, IndexedWeight)]
+    assert sum(tensor.nbytes for tensor in indices) == (66 + 36) // 2  # two in a byte
 
 
 @pytest.mark.parametrize("settings", [{}, {"kdim": 5, "vdim": 7}])
@@ -329,10 +326,8 @@ def test_attention_reads_its_projections_as_dense(settings: dict[str, int]) -> N
             assert torch.allclose(small(q, k, v)[0], dense(q, k, v)[0], rtol=1e-5, atol=1e-6)
     assert isinstance(small, nn.MultiheadAttention)
     packed = ["in_proj_weight"] if not settings else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
-    assert {held.name for held in memory_report(small).transient} == {
-        "out_proj",
-        *(f"indexed_{name}" for name in packed),
-    }
+    weights = {name for name, module in small.named_modules() if isinstance(module, IndexedWeight)}
+    assert weights == {"out_proj.indexed", *(f"indexed_{name}" for name in packed)}
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
@@ -366,43 +361,27 @@ def test_a_layer_with_its_own_code_keeps_it() -> None:
     assert isinstance(small[0], Own)
     assert torch.equal(small[0](x), dense[0](x))
     assert torch.equal(small[1](x, x), dense[1](x, x))
-    reasons = {held.name: held.reason for held in memory_report(small).transient}
-    assert "Own" in reasons["0.indexed_weight"]
-    assert "Bilinear" in reasons["1.indexed_weight"]
+    assert isinstance(small[1], nn.Bilinear)
 
 
-def test_what_cannot_be_indexed_stays_dense_and_says_so() -> None:
+def test_what_cannot_be_indexed_stays_dense() -> None:
     model = nn.ModuleDict(
         {"rnn": nn.LSTM(4, 4), "rows": nn.Embedding(5, 4, max_norm=1.0), "last": nn.Linear(4, 2)}
     )
     dense, small = both(model, include=["rnn.*", "rows.weight"])
     x = torch.randn(3, 1, 4)
     assert torch.equal(small["rnn"](x)[0], dense["rnn"](x)[0])
-    reasons = {held.name: held.reason for held in memory_report(small).kept_dense}
-    assert "LSTM" in reasons["rnn.weight_ih_l0"]
-    assert "max_norm" in reasons["rows.weight"]
-    assert "vector" in reasons["last.bias"]
-    assert "last.weight" not in reasons
+    dense = {"rnn.weight_ih_l0", "rnn.weight_hh_l0", "rows.weight", "last.bias"}
+    assert dense <= set(small.state_dict())
+    assert "last.weight" not in small.state_dict()
 
 
-def test_the_report_counts_every_byte() -> None:
+def test_a_model_from_indices_holds_as_many_bytes_as_computed_by_hand() -> None:
     _, small = both(convnet(), values=7)
-    report = memory_report(small)
-    weights, biases, norm = 8 * 27 + 128 * 5, 8 + 5, 4 * 8 * 4 + 8
+    biases, norm, palettes = 8 + 5, 4 * 8 * 4 + 8, 2 * 7 * 4
     # Two neighbours in a byte: of three channels in two, of the linear layer in half as many.
-    assert report.index_bytes == 8 * 2 * 9 + 64 * 5
-    assert report.palette_bytes == 2 * 7 * 4
-    assert report.kept_dense_bytes == biases * 4 + norm
-    assert report.resident_bytes == 8 * 2 * 9 + 64 * 5 + 56 + biases * 4 + norm
-    assert report.dense_bytes == (weights + biases) * 4 + norm
-    assert report.largest_transient_bytes == 128 * 5 * 4
-    assert report.resident_bytes == sum(t.nbytes for t in small.state_dict().values())
-    reasons = {held.name: held.reason for held in report.kept_dense}
-    assert "normalisation" in reasons["1.weight"]
-    assert "1.running_mean" in reasons
-    text = str(report)
-    assert f"{report.resident_bytes:,} bytes at rest" in text
-    assert "dense during a call: 0.indexed_weight, 864 bytes: Conv2d" in text
+    indices = 8 * 2 * 9 + 64 * 5
+    assert sum(t.nbytes for t in small.state_dict().values()) == indices + palettes + biases * 4 + norm
 
 
 def test_no_dense_weight_is_held_after_a_call() -> None:
@@ -480,7 +459,7 @@ def test_a_model_that_is_one_layer_comes_back_as_another() -> None:
     dense, small = both(nn.Linear(4, 3))
     assert isinstance(small, IndexedLinear)
     assert torch.equal(small(torch.ones(4)), dense(torch.ones(4)))
-    assert "vector" in memory_report(small).kept_dense[0].reason
+    assert set(small.state_dict()) == {"bias", "indexed.indices", "indexed.palettes"}
 
 
 def test_hooks_are_kept_or_refused() -> None:

@@ -182,8 +182,7 @@ class Compressed(Content):
             )
             for entry, division in zip(self.layout.entries, self.divisions, strict=True)
         ]
-        reasons = {item.name: item.reason for item in self.layout.left_out}
-        return apply_indices(model, coded, self.untouched, reasons)
+        return apply_indices(model, coded, self.untouched)
 
     def _attach(self, model: nn.Module) -> None:
         """Put what the record describes into the model, such as the quantisers of its activations."""

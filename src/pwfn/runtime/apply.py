@@ -1,4 +1,4 @@
-"""Puts a compressed network into a model as indices; whatever stays dense does so for a stated reason."""
+"""Puts a compressed network into a model as indices, where the model allows it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from pwfn.layout.coverage import is_hf_conv1d
 from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight, read_as_dense
 from pwfn.runtime.library import MOST_PACKED, index_dtype
 
-KEPT_DENSE = "_pwfn_kept_dense"
-"""Attribute of a model: why each of its dense tensors is dense, for :func:`pwfn.runtime.memory_report`."""
-
 
 class Coded(NamedTuple):
     """A compressed parameter: its indices, and one codebook for each equal part of an axis."""
@@ -29,34 +26,28 @@ class Coded(NamedTuple):
 
 
 @torch.no_grad()
-def apply_indices(
-    model: nn.Module, weights: Sequence[Coded], untouched: Mapping[str, Tensor], reasons: Mapping[str, str]
-) -> nn.Module:
+def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping[str, Tensor]) -> nn.Module:
     """Give the model compressed weights as indices and all other tensors as they are; return it.
 
-    ``reasons`` says why tensors of ``untouched`` were not compressed. Layers are replaced within the model; a
-    model that is itself one such layer comes back as another object. For a model on the meta device see
-    :func:`load_dense`.
+    Layers are replaced within the model; a model that is itself one such layer comes back as another object.
+    For a model on the meta device see :func:`load_dense`.
 
     >>> from pwfn.layout import Layout
     >>> model = nn.Sequential(nn.Linear(2, 1, bias=False))
     >>> indices = torch.tensor([[1, 0]], dtype=torch.uint8)
     >>> weight = Coded(Layout.of(model).entries[0], indices, [torch.tensor([-0.25, 0.5])])
-    >>> apply_indices(model, [weight], {}, {})(torch.ones(2)).item()
+    >>> apply_indices(model, [weight], {})(torch.ones(2)).item()
     0.25
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    dense, indexed, kept = dict(untouched), [], dict(reasons)
+    dense, indexed = dict(untouched), []
     for coded in weights:
         entry = coded.entry
         weight = _indexed(coded, parameters[entry.name])
-        reason = _why_dense(model, entry)
-        if reason is None:
-            indexed.append((entry, weight))
+        if _stays_dense(model, entry):
+            dense |= dict.fromkeys((entry.name, *entry.aliases), weight.dense())
         else:
-            names = (entry.name, *entry.aliases)
-            dense |= dict.fromkeys(names, weight.dense())
-            kept |= dict.fromkeys(names, reason)
+            indexed.append((entry, weight))
     load_dense(model, dense)
     replaced: dict[int, nn.Module] = {}
     for entry, weight in indexed:
@@ -72,9 +63,7 @@ def apply_indices(
         for name, child in module._modules.items():
             if child is not None and id(child) in replaced:
                 module._modules[name] = replaced[id(child)]
-    model = replaced.get(id(model), model)
-    setattr(model, KEPT_DENSE, kept)
-    return model
+    return replaced.get(id(model), model)
 
 
 def load_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -97,18 +86,17 @@ def load_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             setattr(model.get_submodule(layer), leaf, model.get_parameter(first))
 
 
-def _why_dense(model: nn.Module, entry: Entry) -> str | None:
-    """Why a compressed parameter is loaded dense; None if it is not."""
-    if len(entry.shape) < 2:
-        return "a vector: indices would save little"
-    for module, _ in _places(model, entry):
-        if isinstance(module, nn.RNNBase):
-            return f"{type(module).__name__} keeps its weights in a list of its own"
-        if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-            return f"{type(module).__name__}: it holds parameters only"
-        if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            return "Embedding with max_norm writes to its weight"
-    return None
+def _stays_dense(model: nn.Module, entry: Entry) -> bool:
+    """Whether a compressed parameter is loaded dense.
+
+    Vectors are, because indices would save little; weights of recurrent layers, which keep them in a list of
+    their own; those in a list or dict of parameters; and embeddings with ``max_norm``, which write to theirs.
+    """
+    lists = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
+    return len(entry.shape) < 2 or any(
+        isinstance(module, lists) or (isinstance(module, nn.Embedding) and module.max_norm is not None)
+        for module, _ in _places(model, entry)
+    )
 
 
 def _places(model: nn.Module, entry: Entry) -> Iterator[tuple[nn.Module, str]]:

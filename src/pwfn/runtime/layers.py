@@ -14,15 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.runtime.library import (
-    FEW_INPUTS,
-    MOST_INPUTS,
-    MOST_PACKED,
-    expand,
-    indexed_conv2d,
-    indexed_linear,
-    pack,
-)
+from pwfn.runtime.library import MOST_PACKED, expand, indexed_conv2d, indexed_linear, pack
 from pwfn.runtime.reference import unpack
 
 
@@ -65,11 +57,6 @@ class IndexedWeight(nn.Module):
         """The indices in the shape of the weight."""
         columns = self.packed_columns
         return self.indices if columns is None else unpack(self.indices, columns)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Size of the dense tensor, in the type of the palettes."""
-        return self.shape.numel() * self.palettes.element_size()
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """A new dense tensor."""
@@ -116,14 +103,6 @@ class IndexedLinear(nn.Module):
         if self.indexed.axis == 0:
             return indexed_linear(x, self.indexed.indices, palettes, bias)
         return F.linear(x, self.indexed.dense(palettes.dtype), bias)
-
-    @property
-    def most_inputs(self) -> int:
-        """Largest number of inputs that need no dense weight on CUDA."""
-        palettes = self.indexed.palettes
-        if self.indexed.axis or self.indexed.indices.dtype != torch.uint8 or palettes.dtype == torch.float64:
-            return 0
-        return FEW_INPUTS if palettes.dtype == torch.float32 else MOST_INPUTS
 
     def extra_repr(self) -> str:
         """As of ``nn.Linear``."""
