@@ -36,6 +36,7 @@ from pwfn.runtime import (  # noqa: E402
 from pwfn.runtime import triton as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+OPERATIONS = ("expand", "indexed_linear", "indexed_conv2d")
 on_device = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 BATCHES = (1, 3, 17, 32)
 COLUMNS = (16, 1024, 1040, 4112)  # some no multiple of a block
@@ -458,7 +459,7 @@ def test_a_captured_network_gives_the_same_bits_and_no_dense_weight() -> None:
 
 
 @on_device
-@pytest.mark.parametrize("name", library.SCHEMAS)
+@pytest.mark.parametrize("name", OPERATIONS)
 # torch's own deprecations, met while it traces.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_opcheck(name: str) -> None:

@@ -7,7 +7,8 @@
 from pwfn.runtime.apply import Coded, apply_indices
 from pwfn.runtime.cuda_graph import capture
 from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight
-from pwfn.runtime.library import expand, index_dtype, indexed_conv2d, indexed_linear, pack
+from pwfn.runtime.library import expand, index_dtype, indexed_conv2d, indexed_linear
+from pwfn.runtime.reference import pack
 
 __all__ = [
     "Coded",

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.runtime.library import MOST_PACKED, expand, indexed_conv2d, indexed_linear, pack
-from pwfn.runtime.reference import unpack
+from pwfn.runtime.library import MOST_PACKED, expand, indexed_conv2d, indexed_linear
+from pwfn.runtime.reference import pack, unpack
 
 
 class IndexedWeight(nn.Module):

@@ -8,15 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pwfn.errors import WeightError
+
 _PIECE = 2**20  # indices widened at a time: torch needs int32 for a look-up, four bytes for each byte of ours
 
 
 def pack(indices: Tensor) -> Tensor:
-    """Two neighbours along axis 1 in one byte, the first in the lower half; the memory format is kept.
+    """Two indices below 16 in one byte: neighbours along axis 1, the first in the lower half.
+
+    The memory format is kept.
 
     >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
     [[33, 3]]
     """
+    if indices.dtype != torch.uint8 or indices.dim() < 2:
+        raise WeightError(
+            f"indices are {indices.dtype} with {indices.dim()} axes: packing needs uint8 and two axes"
+        )
     first, second = indices[:, 0::2], indices[:, 1::2]
     packed = empty_in_order(indices, first.shape, indices.dtype).copy_(first)
     packed[:, : second.shape[1]] += second << 4
