@@ -479,6 +479,17 @@ def test_the_fault_names_its_field_and_the_file(tmp_path: Path) -> None:
             load(place)
 
 
+@pytest.mark.parametrize("section", ["codebooks", "tables", "indices", "posterior", "untouched"])
+def test_a_damaged_section_and_its_file_are_named_once(section: str, tmp_path: Path) -> None:
+    data = bytearray(case("centre")[1])
+    sizes = Reader(data).sizes  # in the order of the file
+    data[sum(sizes[: sizes._fields.index(section)])] ^= 1
+    path = tmp_path / "net.pwfn"
+    path.write_bytes(data)
+    with pytest.raises(FileError, match=f"^{re.escape(str(path))}: section '{section}': it is damaged"):
+        load(path)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_spoilt_files(fault: str) -> None:
     base, spoil, message = FAULTS[fault]
@@ -513,11 +524,3 @@ def test_fields_that_are_not_known_are_ignored() -> None:
     parts.header["later"] = {"a": 1}
     parts.header["tensors"][0]["later"] = 1
     assert same(loads(parts.sealed()).dense_state_dict(), compressed.dense_state_dict())
-
-
-@pytest.mark.parametrize("stem", GOLDEN)
-def test_one_tensor_can_be_read_alone(stem: str) -> None:
-    reader = Reader(make.HERE / f"{stem}.pwfn")
-    whole = reader.compressed().dense_state_dict()
-    for entry in reader.header.layout.entries:
-        assert torch.equal(reader.tensor(entry.name), whole[entry.name])

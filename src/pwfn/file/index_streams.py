@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from pwfn.errors import FileError
@@ -156,25 +155,6 @@ def read(header: Header, raw: bytes) -> list[Stream]:
     return found
 
 
-def decode(
-    header: Header,
-    stream: Stream,
-    data: bytes,
-    codebooks: Sequence[Tensor],
-    dtype: DTypeLike,
-    stop: int | None = None,
-) -> tuple[NDArray[np.integer], list[int]]:
-    """The indices of a stream's tensors and the bytes that each takes; only of those before ``stop``."""
-    tensors = header.tensors[stream.first : stop or stream.stop]
-    if isinstance(stream.model, Table):
-        return coder.decode(data, stream.model, tensors[0].size, dtype), [len(data)]
-    zero = int(codebooks[tensors[0].codebooks[0]].abs().argmin())
-    shapes = [Shape.of(tensor.shape) for tensor in tensors]
-    whole = stop is None or stop == stream.stop
-    found, ends = contexts.decode(data, shapes, stream.model, zero, whole=whole)
-    return found.astype(dtype, copy=False), np.diff(ends, prepend=0).tolist()
-
-
 def decode_all(
     header: Header, streams: Sequence[tuple[Stream, bytes]], codebooks: Sequence[Tensor], out: Tensor
 ) -> list[int]:
@@ -184,10 +164,16 @@ def decode_all(
 
     def decoded(item: tuple[Stream, bytes]) -> None:
         stream, data = item
-        with within(f"tensor {header.tensors[stream.first].name!r}"):
-            found, each = decode(header, stream, data, codebooks, out.numpy().dtype)
+        tensors, ends = header.tensors[stream.first : stream.stop], [len(data)]
+        with within(f"tensor {tensors[0].name!r}"):
+            if isinstance(stream.model, Table):
+                found = coder.decode(data, stream.model, tensors[0].size, out.numpy().dtype)
+            else:
+                zero = int(codebooks[tensors[0].codebooks[0]].abs().argmin())
+                shapes = [Shape.of(tensor.shape) for tensor in tensors]
+                found, ends = contexts.decode(data, shapes, stream.model, zero)
         out[offsets[stream.first] :][: len(found)] = torch.from_numpy(found)
-        sizes[stream.first : stream.stop] = each
+        sizes[stream.first : stream.stop] = np.diff(ends, prepend=0).tolist()
 
     # Large ones first: the last to end then ends soon after the others.
     _side_by_side(decoded, sorted(streams, key=lambda item: -item[0].size))

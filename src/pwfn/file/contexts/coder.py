@@ -51,12 +51,9 @@ def encode(symbols: NDArray[np.uint8], shapes: Sequence[Shape], tree: Tree, zero
 
 
 def decode(
-    stream: bytes, shapes: Sequence[Shape], tree: Tree, zero: int, *, whole: bool = True
+    stream: bytes, shapes: Sequence[Shape], tree: Tree, zero: int
 ) -> tuple[NDArray[np.uint8], list[int]]:
-    """The symbols of a stream, and the bytes that the tensors up to each one take.
-
-    A stream must end exactly there, unless more tensors follow (``whole=False``).
-    """
+    """The symbols of a stream, which ends with them, and the bytes that the tensors up to each one take."""
     count = sum(shape.size for shape in shapes)
     if len(tree.symbols) == 1:
         if stream:
@@ -74,8 +71,7 @@ def decode(
         )
         del arrays  # they lived as long as the model
         ends = found.tolist()
-    # Beyond the last tensor that is wanted a decoder has read two words at most.
-    if ends[-1] != len(stream) if whole else ends[-1] > len(stream):
+    if ends[-1] != len(stream):
         raise FileError("the stream does not end after its last symbol")
     return symbols, ends
 
