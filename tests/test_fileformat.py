@@ -27,7 +27,7 @@ import pwfn
 from pwfn import Compressed, FileError, Layout
 from pwfn.file import writer
 from pwfn.file.content import Division
-from pwfn.file.format import Reader, dumps, load, loads, save
+from pwfn.file.format import Reader, dumps, load, loads
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -76,7 +76,7 @@ def test_round_trip_is_exact(name: str) -> None:
 def test_paths_file_objects_and_bytes_are_the_same(tmp_path: Path) -> None:
     compressed, data = case("centre")
     path, file = tmp_path / "net.pwfn", io.BytesIO()
-    assert [compressed.save(path), save(compressed, str(path)), compressed.save(file)] == [len(data)] * 3
+    assert [compressed.save(path), compressed.save(str(path)), compressed.save(file)] == [len(data)] * 3
     assert compressed.dumps() == dumps(compressed) == path.read_bytes() == file.getvalue() == data
     with path.open("rb") as opened:
         files = (path, str(path), opened, io.BytesIO(data), data, bytearray(data), memoryview(data))
@@ -326,7 +326,7 @@ def test_what_cannot_be_saved(change: dict[str, Any], posterior: str, message: s
     path = tmp_path / "net.pwfn"
     path.write_text("old")
     with pytest.raises(FileError, match=message) as caught:
-        save(small(**change), path, posterior=posterior)
+        small(**change).save(path, posterior=posterior)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
     assert path.read_text() == "old"

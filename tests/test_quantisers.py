@@ -13,7 +13,7 @@ from waiting import NoWaiting
 
 from pwfn.errors import ConfigError, WeightError
 from pwfn.file.compressed import Compressed
-from pwfn.file.format import load, save
+from pwfn.file.format import load
 from pwfn.lab.quantisers import ApotQuantiser, Codes, LsqPlusQuantiser, LsqQuantiser, apot, lsq
 from pwfn.lab.quantisers.gradients import with_gradients
 from pwfn.layout import Entry, Layout, untouched
@@ -171,7 +171,7 @@ def test_quantised_network_is_saved_and_reloaded_bit_equal(case: str, bits: int,
     assert len(compressed.codebooks) == (24 if per_channel else 2)
     assert max(len(book) for book in compressed.codebooks) <= 2**bits
     path = tmp_path / "model.pwfn"
-    save(compressed, path, posterior="none")
+    compressed.save(path, posterior="none")
     again = load(path).dense_state_dict()
     for name, tensor in quantised.items():
         assert torch.equal(again[name], tensor)

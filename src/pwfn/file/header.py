@@ -24,6 +24,9 @@ from pwfn.file.content import Division, name_of
 from pwfn.layout import Attention, Entry, Kind, Layout, LeftOut
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
+OF_ENTRY = ("name", "shape", "dtype", "kind", "aliases", "input_axis", "groups", "attention", "channels_last")
+"""What an entry of the layout and the header have under the same name."""
+
 PARENT = "\0"
 """Stands for a layer that is named by what precedes the last dot of the tensor's name; never in a file."""
 
@@ -88,20 +91,9 @@ class TensorInfo:
 
     def entry(self, offset: int) -> Entry:
         """Its entry of the layout."""
-        return Entry(
-            self.name,
-            self.shape,
-            self.dtype,
-            offset,
-            self.name.rpartition(".")[0] if self.layer == PARENT else self.layer,
-            self.type,
-            self.kind,
-            aliases=self.aliases,
-            input_axis=self.input_axis,
-            attention=self.attention,
-            channels_last=self.channels_last,
-            groups=self.groups,
-        )
+        layer = self.name.rpartition(".")[0] if self.layer == PARENT else self.layer
+        shared = {name: getattr(self, name) for name in OF_ENTRY}
+        return Entry(**shared, offset=offset, layer=layer, layer_type=self.type)
 
 
 @dataclass(frozen=True)
