@@ -7,7 +7,7 @@ the file is small, and the speed is that of the dense model without the filters 
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,11 +171,9 @@ def _replace(field: Any, items: list[Any]) -> None:
 def _differences(blob: bytes, reference: Reference) -> list[tuple[float, float]]:
     import onnxruntime
 
-    @functools.cache
-    def session() -> onnxruntime.InferenceSession:
-        return onnxruntime.InferenceSession(blob, providers=["CPUExecutionProvider"])
+    def load() -> Callable[[Tensor], Tensor]:
+        session = onnxruntime.InferenceSession(blob, providers=["CPUExecutionProvider"])
+        name = session.get_inputs()[0].name
+        return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
 
-    def run(batch: Tensor) -> Tensor:
-        return torch.from_numpy(session().run(None, {session().get_inputs()[0].name: batch.numpy()})[0])
-
-    return reference.differences(run, "onnxruntime")
+    return reference.differences(load, "onnxruntime")

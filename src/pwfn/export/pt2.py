@@ -7,7 +7,6 @@ program is kept only if it gives the outputs of the network, else the whole prog
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 from collections import Counter
@@ -123,12 +122,8 @@ def _serialised(program: ExportedProgram, notes: dict[str, str]) -> bytes:
 
 
 def _differences(blob: bytes, reference: Reference) -> list[tuple[float, float]]:
-    @functools.cache
-    def loaded() -> nn.Module:
-        return torch.export.load(io.BytesIO(blob)).module()
-
     with quiet(), torch.no_grad():
-        return reference.differences(lambda batch: loaded()(batch), "torch.export")
+        return reference.differences(lambda: torch.export.load(io.BytesIO(blob)).module(), "torch.export")
 
 
 class _Changes(NamedTuple):
