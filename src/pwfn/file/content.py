@@ -173,23 +173,14 @@ class Content:
     def _entry(self, place: int, tables: tuple[Tensor, ...]) -> Tensor:
         """For every weight of one entry that of its codebook's table."""
         entry, division = self.layout.entries[place], self.divisions[place]
-        found = torch.empty(entry.size, dtype=tables[0].dtype)
-        cut = (
-            parts(entry, vector, division.axis, len(division.codebooks))
-            for vector in (self.indices[entry.span], found)
-        )
-        for book, index, part in zip(division.codebooks, *cut, strict=True):
-            part.copy_(tables[book][index.to(torch.int64)])
-        return found
+        cut = parts(entry, self.indices[entry.span], division.axis, len(division.codebooks))
+        pairs = zip(division.codebooks, cut, strict=True)
+        found = [tables[book][index.to(torch.int64)] for book, index in pairs]
+        return torch.cat(found, division.axis).reshape(-1)
 
     def _looked_up(self, tables: tuple[Tensor, ...]) -> Tensor:
         """For every weight the entry of its codebook's table."""
-        if len(tables) == 1:
-            return tables[0][self.indices.to(torch.int64)]
-        out = torch.empty(self.layout.size, dtype=tables[0].dtype)
-        for book, index, place in self.pieces(out):
-            place.copy_(tables[book][index.to(torch.int64)])
-        return out
+        return torch.cat([self._entry(place, tables) for place in range(len(self.layout.entries))])
 
 
 def parts(entry: Entry, vector: Tensor, axis: int, count: int) -> tuple[Tensor, ...]:

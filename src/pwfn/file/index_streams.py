@@ -182,9 +182,5 @@ def decode_all(
 
 def _side_by_side(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """Like ``map``, in as many threads as torch uses."""
-    items = list(items)
-    threads = min(torch.get_num_threads(), len(items))
-    if threads < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return list(pool.map(function, items))
