@@ -45,11 +45,8 @@ class OnnxExport:
 def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str | Path) -> OnnxExport:
     """Export the network. The file is kept only if onnxruntime reproduces the output of torch.
 
-    Args:
-        compressed: the weights.
-        model: a model of the same architecture; it is copied, not changed.
-        example: an input batch; its first axis is the batch, of any size in the exported graph.
-        path: the file to write.
+    ``model`` has the same architecture; it is copied, not changed. ``example`` is an input batch: the size of
+    its first axis is free in the exported graph.
     """
     path = Path(path)
     reference = Reference.of(compressed, model, example, "ONNX")

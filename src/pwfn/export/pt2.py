@@ -53,11 +53,8 @@ def to_pt2(compressed: Compressed, model: nn.Module, example: Tensor, path: str 
 
     Weights are dense, in fp32. The file is kept only if it reproduces the output of the network.
 
-    Args:
-        compressed: the weights.
-        model: a model of the same architecture; it is copied, not changed.
-        example: an input batch; its first axis is the batch, of any size in the program.
-        path: the file to write.
+    ``model`` has the same architecture; it is copied, not changed. ``example`` is an input batch: the size of
+    its first axis is free in the program.
     """
     path = Path(path)
     reference = Reference.of(compressed, model, example, "pt2")

@@ -32,11 +32,7 @@ class Division:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Content:
-    """A network whose compressed weights are values of a few codebooks, all on the CPU.
-
-    Draws use the predictive sigma, one per tensor (``sigma_codes``, see :func:`sigma_of`). Without it they
-    use the sigma of training, per weight (``weight_sigma``) or per value of a codebook (``centre_sigma``).
-    """
+    """The numbers of a :class:`pwfn.Compressed`, which has what is done with them."""
 
     layout: Layout
     codebooks: tuple[Tensor, ...]  # each strictly ascending
@@ -46,7 +42,7 @@ class Content:
     weight_sigma: Tensor | None = None
     centre_sigma: tuple[Tensor, ...] | None = None
     record: Mapping[str, Any] = field(default_factory=dict)  # facts of the run, as JSON
-    sigma_codes: tuple[int, ...] | None = None  # one per entry of the layout
+    sigma_codes: tuple[int, ...] | None = None  # one per entry of the layout, see sigma_of
 
     @property
     def posterior(self) -> str:

@@ -37,11 +37,7 @@ _PARTS_OF_NAME = {
 }
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
-_SHARED_HEAD_COUNTS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-)  # of keys and values, if there are fewer
+_SHARED_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")  # of keys and values, if fewer
 
 
 class Kind(StrEnum):
@@ -186,11 +182,8 @@ class Layout:
         kept = [entry for entry in self.entries if entry.kind is Kind.WEIGHT]
         if not kept:
             raise LayoutError(f"of {len(self.entries)} parameters none is a weight: biases are {reason}")
-        biases = [
-            LeftOut(e.name, e.shape, e.dtype, reason, e.aliases)
-            for e in self.entries
-            if e.kind is not Kind.WEIGHT
-        ]
+        rest = (entry for entry in self.entries if entry.kind is not Kind.WEIGHT)
+        biases = [LeftOut(e.name, e.shape, e.dtype, reason, e.aliases) for e in rest]
         offsets = itertools.accumulate((entry.size for entry in kept), initial=0)
         moved = (replace(entry, offset=offset) for entry, offset in zip(kept, offsets, strict=False))
         return Layout(tuple(moved), (*self.left_out, *biases))
@@ -210,10 +203,10 @@ class Layout:
         """The model's compressed parameters as one new vector, on the model's device."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         pieces = [parameters[entry.name].detach().to(self.dtype).reshape(-1) for entry in self.entries]
-        devices = {str(piece.device) for piece in pieces}
+        devices = sorted({str(piece.device) for piece in pieces})
         if len(devices) > 1:
             raise LayoutError(
-                f"the model is on several devices ({', '.join(sorted(devices))}): move it to one of them"
+                f"the model is on several devices ({', '.join(devices)}): move it to one of them"
             )
         return torch.cat(pieces)
 
@@ -251,10 +244,8 @@ class Layout:
         """Name and index of one weight of the vector, for messages: ``conv1.weight[0, 2, 1, 1]``."""
         for entry in self.entries:
             if position < entry.offset + entry.size:
-                index = [
-                    int(i) for i in torch.unravel_index(torch.tensor(position - entry.offset), entry.shape)
-                ]
-                return f"{entry.name}{index}"
+                place = torch.tensor(position - entry.offset)
+                return f"{entry.name}{[int(i) for i in torch.unravel_index(place, entry.shape)]}"
         raise IndexError(position)
 
     def table(self) -> str:

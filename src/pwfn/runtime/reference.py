@@ -32,11 +32,7 @@ def pack(indices: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int) -> Tensor:
-    """The indices that :func:`pack` was given, ``columns`` of them along axis 1.
-
-    >>> unpack(torch.tensor([[33, 3]], dtype=torch.uint8), 3).tolist()
-    [[1, 2, 3]]
-    """
+    """The indices that :func:`pack` was given, ``columns`` of them along axis 1."""
     indices = empty_in_order(packed, (packed.shape[0], columns, *packed.shape[2:]), packed.dtype)
     indices[:, 0::2] = packed & 15
     indices[:, 1::2] = packed[:, : columns // 2] >> 4
