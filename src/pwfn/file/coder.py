@@ -289,8 +289,8 @@ def numbers_from_bytes(raw: bytes) -> NDArray[np.int64]:
     return numbers
 
 
-def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table | None]]:
-    """The shared table, and for each tensor its own table where that is cheaper, table bytes included.
+def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table]]:
+    """The shared table, and for each tensor that or its own, which is cheaper, table bytes included.
 
     First all tensors share one table. Then, in rounds, tensors that gain most by their own table leave, and
     tensors return that the shared table, which describes only its users, would now serve better. No step
@@ -316,10 +316,10 @@ def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table 
         sharing |= joining
         sharing[leaving] = False
         if not sharing.any():
-            return None, list(tables)
+            return None, tables
         shared = rows[sharing].sum(0)
-    chosen = [None if together else table for together, table in zip(sharing, tables, strict=True)]
-    return Table.of(shared), chosen
+    common = Table.of(shared)
+    return common, [common if together else own for together, own in zip(sharing, tables, strict=True)]
 
 
 def _bits(rows: NDArray[np.float64], shared: NDArray[np.float64]) -> NDArray[np.float64]:

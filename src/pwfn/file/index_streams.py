@@ -57,7 +57,7 @@ def encode(content: Content, *, with_contexts: bool) -> tuple[bytes, list[Coded]
     entries, divisions = content.layout.entries, content.divisions
     arrays = [content.indices[entry.span].numpy() for entry in entries]
     counts = [coder.counts_of(array) for array in arrays]
-    shared, own = coder.choose_tables(counts)
+    shared, tables = coder.choose_tables(counts)
     models: dict[int, bytes] = {}  # of streams with contexts and of tables, by first tensor
     found: dict[int, Coded] = {}
     runs = list(_runs(content)) if with_contexts else []
@@ -73,25 +73,20 @@ def encode(content: Content, *, with_contexts: bool) -> tuple[bytes, list[Coded]
         return tree.to_bytes(), contexts.encode(symbols, shapes, tree, zeros[divisions[run[0]].codebooks[0]])
 
     for run, (model, stream) in zip(runs, _side_by_side(coded, runs), strict=True):
-        by_table = sum(_table_bytes(counts[n], own[n], shared) for n in run)
+        by_table = sum(_table_bytes(counts[n], tables[n], tables[n] is not shared) for n in run)
         if len(model) + len(stream) < by_table:
             models[run[0]] = model
             found |= {n: Coded(b"", contexts=True, continues=True) for n in run}
             found[run[0]] = Coded(stream, contexts=True)
     rest = [n for n in range(len(entries)) if n not in found]
-    shared, chosen = coder.choose_tables([counts[n] for n in rest]) if rest else (None, [])
-
-    def with_table(pair: tuple[int, Table | None]) -> bytes:
-        used = pair[1] or shared
-        assert used is not None  # there is a shared table if any tensor has none of its own
-        return coder.encode(arrays[pair[0]], used)
-
-    streams = _side_by_side(with_table, zip(rest, chosen, strict=True))
-    for n, table, stream in zip(rest, chosen, streams, strict=True):
-        found[n] = Coded(stream, own_table=table is not None)
-        models |= {n: table.to_bytes()} if table is not None else {}
-    tables = b"".join((shared.to_bytes() if shared else b"", *(models[n] for n in sorted(models))))
-    return tables, [found[n] for n in range(len(entries))]
+    shared, tables = coder.choose_tables([counts[n] for n in rest]) if rest else (None, [])
+    pairs = list(zip(rest, tables, strict=True))
+    streams = _side_by_side(lambda pair: coder.encode(arrays[pair[0]], pair[1]), pairs)
+    for (n, table), stream in zip(pairs, streams, strict=True):
+        found[n] = Coded(stream, own_table=table is not shared)
+        models |= {n: table.to_bytes()} if table is not shared else {}
+    section = b"".join((shared.to_bytes() if shared else b"", *(models[n] for n in sorted(models))))
+    return section, [found[n] for n in range(len(entries))]
 
 
 def _runs(content: Content) -> Iterator[list[int]]:
@@ -111,12 +106,9 @@ def _runs(content: Content) -> Iterator[list[int]]:
         yield run
 
 
-def _table_bytes(counts: coder.Integers, own: Table | None, shared: Table | None) -> float:
+def _table_bytes(counts: coder.Integers, table: Table, is_own: bool) -> float:
     """About the bytes that a tensor takes with a frequency table."""
-    if own is not None:
-        return own.ideal_bits(counts) / 8 + len(own.to_bytes()) + _WORD
-    assert shared is not None
-    return shared.ideal_bits(counts) / 8 + _WORD
+    return table.ideal_bits(counts) / 8 + (len(table.to_bytes()) if is_own else 0) + _WORD
 
 
 def read(header: Header, raw: bytes) -> list[Stream]:

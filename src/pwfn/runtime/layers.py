@@ -75,8 +75,7 @@ class IndexedWeight(nn.Module):
 class IndexedLinear(nn.Module):
     """``nn.Linear`` from indices, see :func:`pwfn.runtime.indexed_linear`.
 
-    On CUDA up to 32 inputs (4 in float32) need no dense weight. More inputs, other devices, float64, indices
-    wider than a byte and palettes for parts of the columns need one during the product.
+    Palettes for parts of the columns need a dense weight during the product.
 
     >>> weight = IndexedWeight(torch.tensor([[0, 1, 1]], dtype=torch.uint8), torch.tensor([[0.5, 2.0]]))
     >>> IndexedLinear(weight)(torch.tensor([[2.0, 3.0, 4.0]])).tolist()

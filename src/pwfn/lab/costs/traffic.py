@@ -85,14 +85,11 @@ def _coded(compressed: Compressed) -> tuple[list[int], int]:
         torch.bincount(compressed.indices[entry.span].to(torch.int64)).numpy()
         for entry in compressed.layout.entries
     ]
-    common, own = codec.choose_tables(counts)
-    sizes = []
-    for tensor, table in zip(counts, own, strict=True):
-        used = table or common
-        assert used is not None  # an entry without its own table uses the common one
-        # Rounding: 12 bits are 2 bytes even where the sum is 12.000000000000002.
-        sizes.append(math.ceil(used.ideal_bits(tensor) / 8 - 1e-9))
-    tables = sum(len(table.to_bytes()) for table in (common, *own) if table is not None)
+    _, used = codec.choose_tables(counts)
+    # Rounding: 12 bits are 2 bytes even where the sum is 12.000000000000002.
+    pairs = zip(used, counts, strict=True)
+    sizes = [math.ceil(table.ideal_bits(tensor) / 8 - 1e-9) for table, tensor in pairs]
+    tables = sum(len(table.to_bytes()) for table in {id(each): each for each in used}.values())
     return sizes, tables + sum(book.nbytes for book in compressed.codebooks)
 
 
