@@ -239,10 +239,7 @@ _SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         "a string without control characters",
         lambda value: isinstance(value, str) and not _UNSEEN.search(value),
     ),
-    torch.dtype: (
-        f"one of {', '.join(_DTYPES)}",
-        lambda value: isinstance(value, str) and value in _DTYPES,
-    ),
+    torch.dtype: (f"one of {', '.join(_DTYPES)}", lambda value: isinstance(value, str) and value in _DTYPES),
 }
 _hints = cache(get_type_hints)
 

@@ -131,10 +131,7 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        include: Sequence[str | type] = (),
-        exclude: Sequence[str | type] = (),
+        cls, model: nn.Module, include: Sequence[str | type] = (), exclude: Sequence[str | type] = ()
     ) -> Layout:
         """The layout of a model, in the order in which the model defines its parameters."""
         check_model(model)

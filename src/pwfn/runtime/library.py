@@ -186,13 +186,7 @@ def _check_packed(indices: Tensor, palettes: Tensor, columns: int) -> None:
 
 
 def _checked_with_input(
-    x: Tensor,
-    indices: Tensor,
-    palettes: Tensor,
-    bias: Tensor | None,
-    axes: int,
-    width: int | None,
-    what: str,
+    x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None, axes: int, width: int | None, what: str
 ) -> Tensor:
     """As :func:`_checked`, with input and bias; axis 1 of ``axes`` has ``width`` indices, or half of them."""
     palettes = _checked(indices, palettes)
