@@ -25,7 +25,6 @@ if not INTERPRETED and not torch.cuda.is_available():
 from pwfn import Compressed, Layout, WeightError  # noqa: E402 - after the skips
 from pwfn.layout import untouched  # noqa: E402
 from pwfn.runtime import (  # noqa: E402
-    IndexedLinear,
     assembly,
     capture,
     indexed_linear,
@@ -482,10 +481,9 @@ def test_a_model_on_the_device_holds_no_dense_weight() -> None:
     small = Compressed.of(layout, values, None, untouched(model, layout))
     dense = small.apply_to(copy.deepcopy(model)).bfloat16()
     made = small.apply_to(model, weights="indices").bfloat16()
-    assert isinstance(made[0], IndexedLinear)
-    assert made[0].indexed.indices.is_cuda
+    assert made[0].indexed_weight.indices.is_cuda
     x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
         assert torch.allclose(made(x), dense(x), rtol=2e-2, atol=2e-2)
-    held = [made[i].indexed.indices.nbytes for i in (0, 2)]
+    held = [made[i].indexed_weight.indices.nbytes for i in (0, 2)]
     assert sum(held) == (1024 * 2048 + 2048 * 64) // 2  # three values: two in a byte

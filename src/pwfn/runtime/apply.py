@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pwfn.errors import LayoutError
 from pwfn.layout import Entry
-from pwfn.layout.coverage import is_hf_conv1d
-from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight, read_as_dense
+from pwfn.runtime.layers import IndexedWeight, read_from_indices
 from pwfn.runtime.library import MOST_PACKED, index_dtype
 
 
@@ -29,7 +27,6 @@ class Coded(NamedTuple):
 def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping[str, Tensor]) -> nn.Module:
     """Give the model compressed weights as indices and all other tensors as they are; return it.
 
-    Layers are replaced within the model; a model that is itself one such layer comes back as another object.
     For a model on the meta device see :func:`load_dense`.
 
     >>> from pwfn.layout import Layout
@@ -49,21 +46,11 @@ def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping
         else:
             indexed.append((entry, weight))
     load_dense(model, dense)
-    replaced: dict[int, nn.Module] = {}
     for entry, weight in indexed:
-        transposed: list[IndexedWeight] = []
         for module, leaf in _places(model, entry):
-            if id(module) not in replaced and leaf in module._parameters:
-                new = _layer(module, leaf, weight, transposed)
-                if new is None:
-                    read_as_dense(module, leaf, weight)
-                else:
-                    replaced[id(module)] = _with_hooks_of(module, new)
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and id(child) in replaced:
-                module._modules[name] = replaced[id(child)]
-    return replaced.get(id(model), model)
+            if leaf in module._parameters:  # else the module has two names
+                read_from_indices(module, leaf, weight)
+    return model
 
 
 def load_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -130,42 +117,3 @@ def _used(book: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         return book, index
     within = used.cumsum(0, dtype=torch.int32) - 1
     return book[used], within[index.to(torch.int32)]
-
-
-def _layer(
-    module: nn.Module, leaf: str, weight: IndexedWeight, transposed: list[IndexedWeight]
-) -> nn.Module | None:
-    """The layer that replaces the module; None if there is none for it.
-
-    ``transposed`` keeps the weight with its axes exchanged, for the next layer tied to it.
-    """
-    if leaf != "weight":
-        return None
-    forward = type(module).forward
-    if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
-        return IndexedLinear(weight, module.bias)
-    if is_hf_conv1d(module) and type(module).__module__ == "transformers.pytorch_utils":
-        if not transposed:
-            turned = weight.one_per_element().t().contiguous()
-            transposed.append(IndexedWeight(turned, weight.palettes, 1 - weight.axis))
-        return IndexedLinear(transposed[0], module.get_parameter("bias"))
-    if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
-        return IndexedEmbedding(weight)
-    return None
-
-
-def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
-    """The new layer in the mode of the old one, with its forward hooks."""
-    lost = [name for name in ("_backward_hooks", "_state_dict_hooks") if getattr(old, name, None)]
-    if lost:
-        raise LayoutError(
-            f"{type(old).__name__} has {lost[0].strip('_').replace('_', ' ')}, which an indexed layer cannot "
-            "keep: remove them first"
-        )
-    # The hooks, which of them take keywords, and which are called after a failure too.
-    for name in (
-        *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    ):
-        getattr(new, name).update(getattr(old, name))
-    return new.train(old.training)
