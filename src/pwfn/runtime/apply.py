@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ class Coded(NamedTuple):
 def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping[str, Tensor]) -> nn.Module:
     """Give the model compressed weights as indices and all other tensors as they are; return it.
 
-    For a model on the meta device see :func:`load_dense`.
+    Vectors are loaded dense, because indices would save little. For a model on the meta device see
+    :func:`load_dense`.
 
     >>> from pwfn.layout import Layout
     >>> model = nn.Sequential(nn.Linear(2, 1, bias=False))
@@ -36,20 +37,18 @@ def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping
     >>> apply_indices(model, [weight], {})(torch.ones(2)).item()
     0.25
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    dense, indexed = dict(untouched), []
+    parameters, dense = dict(model.named_parameters(remove_duplicate=False)), dict(untouched)
     for coded in weights:
-        entry = coded.entry
-        weight = _indexed(coded, parameters[entry.name])
-        if _stays_dense(model, entry):
-            dense |= dict.fromkeys((entry.name, *entry.aliases), weight.dense())
-        else:
-            indexed.append((entry, weight))
-    load_dense(model, dense)
-    for entry, weight in indexed:
-        for module, leaf in _places(model, entry):
+        names = (coded.entry.name, *coded.entry.aliases)
+        weight = _indexed(coded, parameters[names[0]])
+        owners = [(model.get_submodule(layer), leaf) for layer, _, leaf in (n.rpartition(".") for n in names)]
+        if len(weight.shape) < 2 or any(_keeps_dense(module) for module, _ in owners):
+            dense |= dict.fromkeys(names, weight.dense())
+            continue
+        for module, leaf in owners:
             if leaf in module._parameters:  # else the module has two names
                 read_from_indices(module, leaf, weight)
+    load_dense(model, dense)
     return model
 
 
@@ -73,23 +72,10 @@ def load_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             setattr(model.get_submodule(layer), leaf, model.get_parameter(first))
 
 
-def _stays_dense(model: nn.Module, entry: Entry) -> bool:
-    """Whether a compressed parameter is loaded dense.
-
-    Vectors are, because indices would save little; weights of recurrent layers, which keep them in a list of
-    their own; those in a list or dict of parameters; and embeddings with ``max_norm``, which write to theirs.
-    """
+def _keeps_dense(module: nn.Module) -> bool:
+    """Whether a module has its parameters in a list of its own, or writes to them."""
     lists = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
-    return len(entry.shape) < 2 or any(
-        isinstance(module, lists) or (isinstance(module, nn.Embedding) and module.max_norm is not None)
-        for module, _ in _places(model, entry)
-    )
-
-
-def _places(model: nn.Module, entry: Entry) -> Iterator[tuple[nn.Module, str]]:
-    for name in (entry.name, *entry.aliases):
-        layer, _, leaf = name.rpartition(".")
-        yield model.get_submodule(layer), leaf
+    return isinstance(module, lists) or (isinstance(module, nn.Embedding) and module.max_norm is not None)
 
 
 def _indexed(coded: Coded, parameter: Tensor) -> IndexedWeight:
