@@ -150,15 +150,13 @@ def decode(stream: bytes, table: Table, count: int, dtype: DTypeLike = np.int32)
         ended = lib.pwfn_ans_decode(
             native.address(words), len(words), *where, count, native.address(found), found.itemsize
         )
-        if not ended:
-            raise FileError("the stream does not end after its last symbol")
-        return found
-    symbols = table.symbols.astype(dtype)
-    coder = coder_of(stream)
-    for start in range(0, count, _STEP):
-        part = found[start : start + _STEP]
-        np.take(symbols, coder.decode(table.model, len(part)), out=part, mode="clip")
-    if not coder.is_empty():
+    else:
+        symbols, coder = table.symbols.astype(dtype), coder_of(stream)
+        for start in range(0, count, _STEP):
+            part = found[start : start + _STEP]
+            np.take(symbols, coder.decode(table.model, len(part)), out=part, mode="clip")
+        ended = coder.is_empty()
+    if not ended:
         raise FileError("the stream does not end after its last symbol")
     return found
 

@@ -79,33 +79,32 @@ class Content:
             return found.repeat_interleave(torch.tensor([entry.size for entry in self.layout.entries]))
         if self.weight_sigma is not None:
             return self.weight_sigma
-        return self._looked_up(self.centre_sigma) if self.centre_sigma is not None else None
+        return self.looked_up(self.centre_sigma) if self.centre_sigma is not None else None
 
     def values(self) -> Tensor:
         """One value per weight, as a vector."""
-        return self._looked_up(self.codebooks)
+        return self.looked_up(self.codebooks)
 
     def centre_sigmas(self) -> tuple[Tensor, ...] | None:
         """One sigma per value of each codebook: the root mean square over its weights."""
         if self.weight_sigma is None:
             return self.centre_sigma
-        squares = [torch.zeros(book.numel(), dtype=torch.float64) for book in self.codebooks]
-        counts = [torch.zeros_like(total) for total in squares]
-        for book, index, sigma in self.pieces(self.weight_sigma):
-            flat = index.reshape(-1).to(torch.int64)
-            squares[book].index_add_(0, flat, sigma.reshape(-1).double().square())
-            counts[book] += torch.bincount(flat, minlength=counts[book].numel())
-        dtype = self.layout.dtype
-        return tuple((s / n.clamp_min(1)).sqrt().to(dtype) for s, n in zip(squares, counts, strict=True))
+        sizes = [book.numel() for book in self.codebooks]
+        squares, counts = torch.zeros(2, sum(sizes), dtype=torch.float64)
+        for place, entry in enumerate(self.layout.entries):
+            centre = self._entry(place, self._numbers)
+            squares.index_add_(0, centre, self.weight_sigma[entry.span].double().square())
+            counts += torch.bincount(centre, minlength=len(counts))
+        return (squares / counts.clamp_min(1)).sqrt().to(self.layout.dtype).split(sizes)
 
-    def pieces(self, vector: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For every part of every entry: its codebook, its indices, and its part of a vector."""
-        for entry, division in zip(self.layout.entries, self.divisions, strict=True):
-            books = division.codebooks
-            cut, share = (
-                parts(entry, v[entry.span], division.axis, len(books)) for v in (self.indices, vector)
-            )
-            yield from zip(books, cut, share, strict=True)
+    def centres(self) -> Tensor:
+        """The number of each weight's centre, counted through all codebooks."""
+        return self.looked_up(self._numbers)
+
+    @property
+    def _numbers(self) -> tuple[Tensor, ...]:
+        sizes = [book.numel() for book in self.codebooks]
+        return torch.arange(sum(sizes)).split(sizes)
 
     def content_sha256(self) -> str:
         """SHA-256 of the network: every tensor, and sigma where there is one; ``docs/format.md`` defines it.
@@ -166,7 +165,7 @@ class Content:
                     raise FileError(f"sigma is of type {sigma.dtype}, the codebooks of {layout.dtype}")
                 check_sigma(sigma)
 
-    def _entry(self, place: int, tables: tuple[Tensor, ...]) -> Tensor:
+    def _entry(self, place: int, tables: Sequence[Tensor]) -> Tensor:
         """For every weight of one entry that of its codebook's table."""
         entry, division = self.layout.entries[place], self.divisions[place]
         cut = parts(entry, self.indices[entry.span], division.axis, len(division.codebooks))
@@ -174,7 +173,7 @@ class Content:
         found = [tables[book][index.to(torch.int64)] for book, index in pairs]
         return torch.cat(found, division.axis).reshape(-1)
 
-    def _looked_up(self, tables: tuple[Tensor, ...]) -> Tensor:
+    def looked_up(self, tables: Sequence[Tensor]) -> Tensor:
         """For every weight the entry of its codebook's table."""
         return torch.cat([self._entry(place, tables) for place in range(len(self.layout.entries))])
 
