@@ -21,10 +21,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from pwfn.errors import LayoutError
 from pwfn.layout.coverage import (
     Owner,
-    Selection,
     check_compressible,
     check_model,
+    decide,
     is_hf_conv1d,
+    matches,
     owned_parameters,
 )
 
@@ -135,13 +136,14 @@ class Layout:
     ) -> Layout:
         """The layout of a model, in the order in which the model defines its parameters."""
         check_model(model)
-        selection = Selection(include, exclude)
+        parameters = owned_parameters(model)
+        included, excluded = matches(include, parameters), matches(exclude, parameters)
         entries: list[Entry] = []
         left_out: list[LeftOut] = []
         offset = 0
-        for parameter, owners in owned_parameters(model):
+        for n, (parameter, owners) in enumerate(parameters):
             shape = tuple(parameter.shape)
-            owner, reason = selection.decide(owners, parameter)
+            owner, reason = decide(owners, parameter, included.get(n), excluded.get(n))
             names = [other.name for other in owners if other is not owner]
             if reason is not None:
                 left_out.append(LeftOut(owner.name, shape, parameter.dtype, reason, tuple(names)))
@@ -164,9 +166,16 @@ class Layout:
                 )
             )
             offset += parameter.numel()
-        selection.check_all_used([owner for _, owners in owned_parameters(model) for owner in owners])
         if not entries:
-            raise LayoutError(selection.nothing_left(type(model).__name__, len(left_out)))
+            name, count = type(model).__name__, len(left_out)
+            if exclude:
+                raise LayoutError(
+                    f"exclude= leaves nothing of {name} to compress ({count} parameters): exclude less"
+                )
+            raise LayoutError(
+                f"{name} has no convolution or linear layer to compress: name its parameters in include= "
+                f"({count} are left out)"
+            )
         return cls(tuple(entries), tuple(left_out))
 
     def without_biases(self, reason: str) -> Layout:
