@@ -24,10 +24,10 @@ from pwfn.file.content import Division, name_of
 from pwfn.layout import Attention, Entry, Kind, Layout, LeftOut
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
-OF_ENTRY = ("name", "shape", "dtype", "kind", "aliases", "input_axis", "groups", "attention", "channels_last")
+_SHARED = ("name", "shape", "dtype", "kind", "aliases", "input_axis", "groups", "attention", "channels_last")
 """What an entry of the layout and the header have under the same name."""
 
-PARENT = "\0"
+_PARENT = "\0"
 """Stands for a layer that is named by what precedes the last dot of the tensor's name; never in a file."""
 
 _MOST_AXES = 16
@@ -58,7 +58,7 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layer: str = PARENT
+    layer: str = _PARENT
     type: str
     kind: Kind
     aliases: tuple[str, ...] = ()
@@ -89,10 +89,17 @@ class TensorInfo:
         """The codebooks of its parts."""
         return Division(self.codebooks, self.axis)
 
+    @classmethod
+    def of(cls, entry: Entry, **stored: Any) -> TensorInfo:
+        """From its entry of the layout, and how it is stored."""
+        layer = entry.layer if entry.layer != entry.name.rpartition(".")[0] else _PARENT
+        shared = {name: getattr(entry, name) for name in _SHARED}
+        return cls(**shared, layer=layer, type=entry.layer_type, **stored)
+
     def entry(self, offset: int) -> Entry:
         """Its entry of the layout."""
-        layer = self.name.rpartition(".")[0] if self.layer == PARENT else self.layer
-        shared = {name: getattr(self, name) for name in OF_ENTRY}
+        layer = self.name.rpartition(".")[0] if self.layer == _PARENT else self.layer
+        shared = {name: getattr(self, name) for name in _SHARED}
         return Entry(**shared, offset=offset, layer=layer, layer_type=self.type)
 
 

@@ -10,19 +10,8 @@ from typing import BinaryIO, TypeAlias
 
 from pwfn.errors import FileError
 from pwfn.file import coder, index_streams, sigma_coder, untouched_coder
-from pwfn.file.content import Content, Division
-from pwfn.file.header import (
-    OF_ENTRY,
-    PARENT,
-    SECTIONS,
-    Codebooks,
-    Header,
-    Posterior,
-    Section,
-    Stored,
-    TensorInfo,
-)
-from pwfn.layout import Entry
+from pwfn.file.content import Content
+from pwfn.file.header import SECTIONS, Codebooks, Header, Posterior, Section, Stored, TensorInfo
 from pwfn.version import __version__
 
 PathOrFile: TypeAlias = str | os.PathLike[str] | BinaryIO
@@ -75,7 +64,17 @@ def dumps(content: Content, posterior: Posterior | str | None = None, version: i
     header = Header(
         writer=WRITER,
         tensors=tuple(
-            _info(*parts) for parts in zip(content.layout.entries, content.divisions, coded, strict=True)
+            TensorInfo.of(
+                entry,
+                codebooks=division.codebooks,
+                axis=division.axis,
+                own_table=tensor.own_table,
+                contexts=tensor.contexts,
+                continues=tensor.continues,
+                bytes=len(tensor.stream),
+                crc32=zlib.crc32(tensor.stream),
+            )
+            for entry, division, tensor in zip(content.layout.entries, content.divisions, coded, strict=True)
         ),
         left_out=content.layout.left_out,
         codebooks=Codebooks(content.layout.dtype, tuple(book.numel() for book in content.codebooks)),
@@ -101,21 +100,6 @@ def check_machine() -> None:
     """Raise an error on big-endian machines: numbers are stored as they lie in memory."""
     if sys.byteorder != "little":
         raise FileError("files are read and written on little-endian machines only")
-
-
-def _info(entry: Entry, division: Division, coded: index_streams.Coded) -> TensorInfo:
-    return TensorInfo(
-        **{name: getattr(entry, name) for name in OF_ENTRY},
-        layer=entry.layer if entry.layer != entry.name.rpartition(".")[0] else PARENT,
-        type=entry.layer_type,
-        codebooks=division.codebooks,
-        axis=division.axis,
-        own_table=coded.own_table,
-        contexts=coded.contexts,
-        continues=coded.continues,
-        bytes=len(coded.stream),
-        crc32=zlib.crc32(coded.stream),
-    )
 
 
 def _posterior(content: Content, wanted: Posterior | str | None) -> Posterior:
