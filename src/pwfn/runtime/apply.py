@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pwfn.layout import Entry
 from pwfn.runtime.layers import IndexedWeight, read_from_indices
-from pwfn.runtime.library import MOST_PACKED, index_dtype
+from pwfn.runtime.library import index_dtype
 
 
 class Coded(NamedTuple):
@@ -95,11 +95,7 @@ def _indexed(coded: Coded, parameter: Tensor) -> IndexedWeight:
 
 
 def _used(book: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Palette and indices; only the values that occur here, where that makes indices narrower."""
-    if book.numel() <= MOST_PACKED:
-        return book, index
+    """Palette and indices, with the values only that occur here: they may need narrower indices."""
     used = torch.bincount(index.flatten(), minlength=book.numel()) > 0
-    if int(used.sum()) > MOST_PACKED and book.numel() <= 2**8:
-        return book, index
     within = used.cumsum(0, dtype=torch.int32) - 1
     return book[used], within[index.to(torch.int32)]
