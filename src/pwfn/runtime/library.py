@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input
 
@@ -57,17 +58,26 @@ def define(
     return getattr(torch.ops.pwfn, name).default
 
 
-def _define(function: Callable[..., Tensor]) -> Any:
-    """The operation of a reference, which also tells shape and strides of a result without data."""
+def _define(function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    """The operation of a reference; ``fake`` gives an empty result, for tracing."""
     name, schema = function.__name__, torch.library.infer_schema(function, mutates_args=())
     operation = define(_LIBRARY, name, schema, function, "pwfn.runtime.triton")
-    torch.library.register_fake(f"pwfn::{name}", function, lib=_LIBRARY)
+    torch.library.register_fake(f"pwfn::{name}", fake, lib=_LIBRARY)
     return operation
 
 
-_expand = _define(reference.expand)
-_indexed_linear = _define(reference.indexed_linear)
-_indexed_conv2d = _define(reference.indexed_conv2d)
+def _empty_output(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], indices.shape[0]))
+
+
+def _empty_image(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    columns = reference.packed_columns(indices, x.shape[-3] // geometry[-1])
+    return F.conv2d(x, reference.empty_weight(indices, palettes, 0, columns), bias, *geometry)
+
+
+_expand = _define(reference.expand, reference.empty_weight)
+_indexed_linear = _define(reference.indexed_linear, _empty_output)
+_indexed_conv2d = _define(reference.indexed_conv2d, _empty_image)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

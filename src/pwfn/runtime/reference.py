@@ -45,6 +45,13 @@ def empty_in_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
     return torch.empty_permuted(tuple(shape), order, dtype=dtype, device=like.device)
 
 
+def empty_weight(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = None) -> Tensor:
+    """What :func:`expand` gives, without its numbers."""
+    if columns is None:
+        return torch.empty_like(indices, dtype=palettes.dtype)
+    return empty_in_order(indices, (indices.shape[0], columns, *indices.shape[2:]), palettes.dtype)
+
+
 def expand(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = None) -> Tensor:
     """``palettes[i * parts // length][index]``, i being the place along the axis and length its length.
 
@@ -53,10 +60,7 @@ def expand(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = N
     parts, size = palettes.shape
     table = palettes.reshape(-1)
     source = indices if indices.dim() else indices.view(1)
-    if columns is None:
-        out = torch.empty_like(source, dtype=palettes.dtype)
-    else:
-        out = empty_in_order(source, (source.shape[0], columns, *source.shape[2:]), palettes.dtype)
+    out = empty_weight(source, palettes, axis, columns)
     if parts > 1:
         length = out.shape[axis]
         place = torch.arange(length, device=indices.device)
