@@ -115,24 +115,21 @@ class Reader:
         with self._reading(), within("section 'codebooks'"):
             return self._per_value(self._section("codebooks"))
 
-    def untouched(self) -> dict[str, Tensor]:
+    def _untouched(self) -> dict[str, Tensor]:
         """Every tensor that is not compressed."""
-        wanted = self.header.untouched
-        with self._reading(), within("section 'untouched'"):
-            raw = self._section("untouched")
-            if self.version > 1:
-                return untouched_coder.decode(raw, wanted)
-            found: dict[str, Tensor] = {}
-            start = 0
-            for width in sorted({item.dtype.itemsize for item in wanted}):
-                group = [item for item in wanted if item.dtype.itemsize == width]
-                stop = start + sum(item.size for item in group)
-                plain, place = coder.unshuffled(raw[start:stop], width), 0
-                for item in group:
-                    number_bytes = plain[place : place + item.size]
-                    found[item.name] = coder.tensor_of(number_bytes, item.dtype, item.shape)
-                    place += item.size
-                start = stop
+        raw, wanted = self._section("untouched"), self.header.untouched
+        if self.version > 1:
+            return untouched_coder.decode(raw, wanted)
+        found: dict[str, Tensor] = {}
+        start = 0
+        for width in sorted({item.dtype.itemsize for item in wanted}):
+            group = [item for item in wanted if item.dtype.itemsize == width]
+            stop = start + sum(item.size for item in group)
+            plain, place = coder.unshuffled(raw[start:stop], width), 0
+            for item in group:
+                found[item.name] = coder.tensor_of(plain[place : place + item.size], item.dtype, item.shape)
+                place += item.size
+            start = stop
         return {item.name: found[item.name] for item in wanted}
 
     @cached_property
@@ -158,7 +155,8 @@ class Reader:
             codebooks = self.codebooks()
             self._index_bytes = index_streams.decode_all(header, pairs, codebooks, indices)
             divisions = tuple(tensor.division for tensor in header.tensors)
-            untouched = self.untouched()
+            with within("section 'untouched'"):
+                untouched = self._untouched()
             found = Compressed(header.layout, codebooks, divisions, indices, untouched, record=header.record)
             found.check()  # before anything is looked up by an index
             with within("section 'padding'"):

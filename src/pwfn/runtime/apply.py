@@ -81,8 +81,6 @@ def _keeps_dense(module: nn.Module) -> bool:
 def _indexed(coded: Coded, parameter: Tensor) -> IndexedWeight:
     """Indices and palettes on the device, in the type and in the memory format of the parameter."""
     _, indices, books, axis = coded
-    if all(book is books[0] for book in books):
-        books = books[:1]
     cut = indices.view(indices.shape or (1,)).tensor_split(len(books), axis)
     parts = [_used(book, part) for book, part in zip(books, cut, strict=True)]
     size = max(palette.numel() for palette, _ in parts)
