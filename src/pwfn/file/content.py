@@ -204,11 +204,7 @@ def codes_of(sigma: Tensor) -> tuple[int, ...]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As files call it.
-
-    >>> name_of(torch.float32)
-    'float32'
-    """
+    """As files call it: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

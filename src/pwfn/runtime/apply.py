@@ -29,13 +29,6 @@ def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping
 
     Vectors are loaded dense, because indices would save little. For a model on the meta device see
     :func:`load_dense`.
-
-    >>> from pwfn.layout import Layout
-    >>> model = nn.Sequential(nn.Linear(2, 1, bias=False))
-    >>> indices = torch.tensor([[1, 0]], dtype=torch.uint8)
-    >>> weight = Coded(Layout.of(model).entries[0], indices, [torch.tensor([-0.25, 0.5])])
-    >>> apply_indices(model, [weight], {})(torch.ones(2)).item()
-    0.25
     """
     parameters, dense = dict(model.named_parameters(remove_duplicate=False)), dict(untouched)
     for coded in weights:

@@ -127,8 +127,6 @@ def expand(indices: Tensor, palettes: Tensor, axis: int = 0, columns: int | None
     >>> both = torch.tensor([[0.5, -2.0], [4.0, 8.0]])
     >>> expand(torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), both).tolist()
     [[0.5, -2.0], [8.0, 8.0]]
-    >>> expand(torch.tensor([[16, 1]], dtype=torch.uint8), torch.tensor([0.5, -2.0]), columns=3).tolist()
-    [[0.5, -2.0, -2.0]]
     """
     palettes = _checked(indices, palettes)
     parts, shape = palettes.shape[0], list(indices.shape)
