@@ -118,6 +118,7 @@ class Content:
             text = json.dumps(line, sort_keys=True, separators=(",", ":"))
             digest.update(f"{text}\n".encode() + (b"" if tensor is None else bytes_of(tensor)))
 
+        sigma = self.sigma
         add(["pwfn content", 1, name_of(self.layout.dtype)])
         places = {entry.name: place for place, entry in enumerate(self.layout.entries)}
         for name in sorted(places.keys() | self.untouched.keys()):
@@ -128,12 +129,8 @@ class Content:
             entry = self.layout.entries[place]
             facts = [list(entry.shape), name_of(entry.dtype), sorted(entry.aliases)]
             add(["compressed", name, *facts], self._entry(place, self.codebooks))  # one at a time: memory
-            if (per_tensor := self.tensor_sigma) is not None:
-                add(["sigma", name], per_tensor[place].repeat(entry.size))
-            elif self.weight_sigma is not None:
-                add(["sigma", name], self.weight_sigma[entry.span])
-            elif self.centre_sigma is not None:
-                add(["sigma", name], self._entry(place, self.centre_sigma))
+            if sigma is not None:
+                add(["sigma", name], sigma[entry.span])
         if "activations" in self.record:  # the one fact of the record that changes what the network computes
             add(["activations", self.record["activations"]])
         return digest.hexdigest()
