@@ -225,10 +225,9 @@ class Bench:
 
     def nncodec(self, python: str) -> Facts:
         """ISO/IEC 15938-17 on the levels, the distances of indices from that of 0; names are numbers."""
+        places = [torch.arange(book.numel(), dtype=torch.int32) for book in self.compressed.codebooks]
         zeros = [int(book.abs().argmin()) for book in self.compressed.codebooks]
-        levels = self.compressed.indices.to(torch.int32)
-        for book, _, part in self.compressed.pieces(levels):
-            part -= zeros[book]
+        levels = self.compressed.looked_up([n - zero for n, zero in zip(places, zeros, strict=True)])
         shapes = [(entry.span, entry.shape) for entry in self.compressed.layout.entries]
         given, out = self.folder / "levels.npz", self.folder / "decoded.npz"
         named = {str(n): levels[span].view(shape).numpy() for n, (span, shape) in enumerate(shapes)}

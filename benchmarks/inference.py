@@ -46,7 +46,7 @@ from machine import device_name, versions
 from torch import Tensor, nn
 
 from pwfn import Config, GaussianNetwork
-from pwfn.runtime import indexed_conv2d, indexed_linear, memory_report, pack
+from pwfn.runtime import IndexedWeight, indexed_conv2d, indexed_linear, pack
 from pwfn.zoo.models import create
 
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
@@ -332,24 +332,23 @@ class Bench:
                 peaks.append(self.peak_bytes(model, x))
             difference = (models["ours"](x) - models["rival"](x)).norm() / models["rival"](x).norm()
             taken = self.times({kind: [partial(model, x)] for kind, model in models.items()})
-        report = memory_report(models["ours"])
         self.line(
             f"network {name}, {inputs} images",
             (taken["ours"], taken["rival"]),
             "the same network, dense",
             (peaks[0], peaks[1]),
             values=compressed.codebook.numel(),
-            resident_bytes=report.resident_bytes,
-            dense_resident_bytes=report.dense_bytes,
-            largest_transient_bytes=report.largest_transient_bytes,
+            resident_bytes=resident_bytes(models["ours"]),
+            dense_resident_bytes=resident_bytes(models["rival"]),
             difference=round(float(difference), 6),
         )
 
     def peak_bytes(self, model: nn.Module, x: Tensor) -> int:
         """The most memory that model and call take; on a CPU the weights' part of it."""
         if self.device.type == "cpu":
-            report = memory_report(model)
-            return report.resident_bytes + report.largest_transient_bytes
+            indexed = [module for module in model.modules() if isinstance(module, IndexedWeight)]
+            dense = (module.shape.numel() * module.palettes.element_size() for module in indexed)
+            return resident_bytes(model) + max(dense, default=0)  # one layer is dense at a time
         model.cpu()  # away with its own bytes, which are to count
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -380,6 +379,11 @@ class Bench:
             "versions": versions(),
         }
         print(json.dumps(facts, ensure_ascii=False), flush=True)
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of all tensors of a model, each counted once."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def main() -> int:

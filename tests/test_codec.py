@@ -212,15 +212,15 @@ def test_each_tensor_uses_the_cheaper_table(seed: int, tensors: int, alphabet: i
         shares = rng.dirichlet(np.full(alphabet, 0.5))
         counts.append(rng.multinomial(int(10 ** rng.uniform(0, 4)), shares))
     shared, tables = coder.choose_tables(counts)
-    own = tuple(table is not None for table in tables)
+    own = tuple(table is not shared for table in tables)
     assert (shared is None) == all(own)
     for tensor, table in zip(counts, tables, strict=True):
-        if table is not None:
+        if table is not shared:
             assert table.counts.tolist() == tensor[tensor > 0].tolist()
         alone = Table.of(tensor)
         by_own = alone.ideal_bits(tensor) + 8 * len(alone.to_bytes())
         by_shared = shared.ideal_bits(tensor) if shared is not None else math.inf
-        assert by_own <= by_shared + 1e-6 if table is not None else by_shared <= by_own + 1e-6
+        assert by_own <= by_shared + 1e-6 if table is not shared else by_shared <= by_own + 1e-6
     if shared is not None:
         pool = np.sum([t for t, alone in zip(counts, own, strict=True) if not alone], axis=0)
         assert shared.counts.tolist() == pool[pool > 0].tolist()
@@ -229,7 +229,7 @@ def test_each_tensor_uses_the_cheaper_table(seed: int, tensors: int, alphabet: i
 
 def test_tensors_of_one_kind_share_and_others_do_not() -> None:
     alike = [np.array([1000, 500, 250, 250]) + i for i in range(4)]
-    shared, own = coder.choose_tables([*alike, np.array([0, 0, 10, 3000])])
+    shared, tables = coder.choose_tables([*alike, np.array([0, 0, 10, 3000])])
     assert shared is not None
-    assert [table is not None for table in own] == [False] * 4 + [True]
+    assert [table is not shared for table in tables] == [False] * 4 + [True]
     assert shared.total == sum(int(tensor.sum()) for tensor in alike)

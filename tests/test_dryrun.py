@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def test_where_nothing_is_trained_the_forecast_is_the_result(tmp_path: Path) -> 
 
 def test_a_system_that_tells_no_peak_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows has no module ``resource``."""
-    monkeypatch.setattr("pwfn.run.forecast.resource", None)
+    monkeypatch.setitem(sys.modules, "resource", None)
     found = forecast(options(tmp_path), UNTRAINED)
     assert found.memory_bytes == 0
     assert str(found).startswith("memory: not known")

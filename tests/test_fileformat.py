@@ -27,7 +27,7 @@ import pwfn
 from pwfn import Compressed, FileError, Layout
 from pwfn.file import writer
 from pwfn.file.content import Division
-from pwfn.file.format import Reader, dumps, load, loads, save
+from pwfn.file.format import Reader, dumps, load, loads
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -76,7 +76,7 @@ def test_round_trip_is_exact(name: str) -> None:
 def test_paths_file_objects_and_bytes_are_the_same(tmp_path: Path) -> None:
     compressed, data = case("centre")
     path, file = tmp_path / "net.pwfn", io.BytesIO()
-    assert [compressed.save(path), save(compressed, str(path)), compressed.save(file)] == [len(data)] * 3
+    assert [compressed.save(path), compressed.save(str(path)), compressed.save(file)] == [len(data)] * 3
     assert compressed.dumps() == dumps(compressed) == path.read_bytes() == file.getvalue() == data
     with path.open("rb") as opened:
         files = (path, str(path), opened, io.BytesIO(data), data, bytearray(data), memoryview(data))
@@ -326,7 +326,7 @@ def test_what_cannot_be_saved(change: dict[str, Any], posterior: str, message: s
     path = tmp_path / "net.pwfn"
     path.write_text("old")
     with pytest.raises(FileError, match=message) as caught:
-        save(small(**change), path, posterior=posterior)
+        small(**change).save(path, posterior=posterior)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
     assert path.read_text() == "old"
@@ -479,6 +479,17 @@ def test_the_fault_names_its_field_and_the_file(tmp_path: Path) -> None:
             load(place)
 
 
+@pytest.mark.parametrize("section", ["codebooks", "tables", "indices", "posterior", "untouched"])
+def test_a_damaged_section_and_its_file_are_named_once(section: str, tmp_path: Path) -> None:
+    data = bytearray(case("centre")[1])
+    sizes = Reader(data).sizes  # in the order of the file
+    data[sum(sizes[: sizes._fields.index(section)])] ^= 1
+    path = tmp_path / "net.pwfn"
+    path.write_bytes(data)
+    with pytest.raises(FileError, match=f"^{re.escape(str(path))}: section '{section}': it is damaged"):
+        load(path)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_spoilt_files(fault: str) -> None:
     base, spoil, message = FAULTS[fault]
@@ -513,11 +524,3 @@ def test_fields_that_are_not_known_are_ignored() -> None:
     parts.header["later"] = {"a": 1}
     parts.header["tensors"][0]["later"] = 1
     assert same(loads(parts.sealed()).dense_state_dict(), compressed.dense_state_dict())
-
-
-@pytest.mark.parametrize("stem", GOLDEN)
-def test_one_tensor_can_be_read_alone(stem: str) -> None:
-    reader = Reader(make.HERE / f"{stem}.pwfn")
-    whole = reader.compressed().dense_state_dict()
-    for entry in reader.header.layout.entries:
-        assert torch.equal(reader.tensor(entry.name), whole[entry.name])

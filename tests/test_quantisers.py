@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from waiting import NoWaiting
 
 from pwfn.file.compressed import Compressed
-from pwfn.file.format import load, save
+from pwfn.file.format import load
 from pwfn.lab.quantisers import ApotQuantiser, Codes, LsqQuantiser, apot, lsq, lsqplus
 from pwfn.lab.quantisers.gradients import with_gradients
 from pwfn.layout import Entry, Layout, untouched
@@ -188,7 +188,7 @@ def test_quantised_network_is_saved_and_reloaded_bit_equal(case: str, bits: int,
     assert len(compressed.codebooks) == (24 if per_channel else 2)
     assert max(len(book) for book in compressed.codebooks) <= 2**bits
     path = tmp_path / "model.pwfn"
-    save(compressed, path, posterior="none")
+    compressed.save(path, posterior="none")
     again = load(path).dense_state_dict()
     for name, tensor in quantised.items():
         assert torch.equal(again[name], tensor)

@@ -44,7 +44,7 @@ class Result:
     def save(
         self, path: str | Path, *, posterior: str | None = None, record: Mapping[str, Any] | None = None
     ) -> int:
-        """Write a .pwfn file and return its size in bytes; see :func:`pwfn.file.format.save`."""
+        """Write a .pwfn file and return its size in bytes; see :meth:`pwfn.Compressed.save`."""
         return self.compressed.save(path, posterior=posterior, record=record)
 
     def model(self) -> nn.Module:

@@ -146,7 +146,7 @@ def _bytes_at_most(tensor: Tensor, width: int) -> int:
 def _tensor_facts(reader: Reader, values: Tensor) -> list[TensorFacts]:
     tables = {
         stream.first: len(stream.model.to_bytes())
-        for stream in reader.streams()
+        for stream in reader.streams
         if reader.header.tensors[stream.first].has_model
     }
     facts = []

@@ -7,7 +7,7 @@ the file is small, and the speed is that of the dense model without the filters 
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,11 +45,8 @@ class OnnxExport:
 def to_onnx(compressed: Compressed, model: nn.Module, example: Tensor, path: str | Path) -> OnnxExport:
     """Export the network. The file is kept only if onnxruntime reproduces the output of torch.
 
-    Args:
-        compressed: the weights.
-        model: a model of the same architecture; it is copied, not changed.
-        example: an input batch; its first axis is the batch, of any size in the exported graph.
-        path: the file to write.
+    ``model`` has the same architecture; it is copied, not changed. ``example`` is an input batch: the size of
+    its first axis is free in the exported graph.
     """
     path = Path(path)
     reference = Reference.of(compressed, model, example, "ONNX")
@@ -171,11 +168,9 @@ def _replace(field: Any, items: list[Any]) -> None:
 def _differences(blob: bytes, reference: Reference) -> list[tuple[float, float]]:
     import onnxruntime
 
-    @functools.cache
-    def session() -> onnxruntime.InferenceSession:
-        return onnxruntime.InferenceSession(blob, providers=["CPUExecutionProvider"])
+    def load() -> Callable[[Tensor], Tensor]:
+        session = onnxruntime.InferenceSession(blob, providers=["CPUExecutionProvider"])
+        name = session.get_inputs()[0].name
+        return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
 
-    def run(batch: Tensor) -> Tensor:
-        return torch.from_numpy(session().run(None, {session().get_inputs()[0].name: batch.numpy()})[0])
-
-    return reference.differences(run, "onnxruntime")
+    return reference.differences(load, "onnxruntime")

@@ -7,7 +7,6 @@ program is kept only if it gives the outputs of the network, else the whole prog
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 from collections import Counter
@@ -54,11 +53,8 @@ def to_pt2(compressed: Compressed, model: nn.Module, example: Tensor, path: str 
 
     Weights are dense, in fp32. The file is kept only if it reproduces the output of the network.
 
-    Args:
-        compressed: the weights.
-        model: a model of the same architecture; it is copied, not changed.
-        example: an input batch; its first axis is the batch, of any size in the program.
-        path: the file to write.
+    ``model`` has the same architecture; it is copied, not changed. ``example`` is an input batch: the size of
+    its first axis is free in the program.
     """
     path = Path(path)
     reference = Reference.of(compressed, model, example, "pt2")
@@ -123,12 +119,8 @@ def _serialised(program: ExportedProgram, notes: dict[str, str]) -> bytes:
 
 
 def _differences(blob: bytes, reference: Reference) -> list[tuple[float, float]]:
-    @functools.cache
-    def loaded() -> nn.Module:
-        return torch.export.load(io.BytesIO(blob)).module()
-
     with quiet(), torch.no_grad():
-        return reference.differences(lambda batch: loaded()(batch), "torch.export")
+        return reference.differences(lambda: torch.export.load(io.BytesIO(blob)).module(), "torch.export")
 
 
 class _Changes(NamedTuple):

@@ -72,9 +72,12 @@ class Reference:
             "in Python, give an example for which they are"
         )
 
-    def differences(self, run: Callable[[Tensor], Tensor], runner: str) -> list[tuple[float, float]]:
+    def differences(
+        self, load: Callable[[], Callable[[Tensor], Tensor]], runner: str
+    ) -> list[tuple[float, float]]:
         """For each batch the largest difference between another runner and torch, and the largest output."""
         try:
+            run = load()
             outputs = [run(batch.clone()) for batch in self.batches]  # a network may change its input
         except Exception as error:  # a runtime may raise anything
             raise PwfnError(

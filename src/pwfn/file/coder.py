@@ -75,11 +75,7 @@ class Table:
 
     @classmethod
     def read(cls, numbers: NDArray[np.int64], start: int, alphabet: int, total: int) -> tuple[Table, int]:
-        """The table that begins at ``start`` of a list of numbers, and where it ends.
-
-        >>> Table.read(np.array([9, 2, 1, 1, 1, 2]), 1, alphabet=5, total=3)[0].symbols.tolist()
-        [1, 3]
-        """
+        """The table that begins at ``start`` of a list of numbers, and where it ends."""
         size = int(numbers[start]) if start < len(numbers) else 0
         if not 0 < size <= alphabet:
             raise FileError(f"a frequency table has {size:,} symbols, its codebook {alphabet:,} values")
@@ -154,15 +150,13 @@ def decode(stream: bytes, table: Table, count: int, dtype: DTypeLike = np.int32)
         ended = lib.pwfn_ans_decode(
             native.address(words), len(words), *where, count, native.address(found), found.itemsize
         )
-        if not ended:
-            raise FileError("the stream does not end after its last symbol")
-        return found
-    symbols = table.symbols.astype(dtype)
-    coder = coder_of(stream)
-    for start in range(0, count, _STEP):
-        part = found[start : start + _STEP]
-        np.take(symbols, coder.decode(table.model, len(part)), out=part, mode="clip")
-    if not coder.is_empty():
+    else:
+        symbols, coder = table.symbols.astype(dtype), coder_of(stream)
+        for start in range(0, count, _STEP):
+            part = found[start : start + _STEP]
+            np.take(symbols, coder.decode(table.model, len(part)), out=part, mode="clip")
+        ended = coder.is_empty()
+    if not ended:
         raise FileError("the stream does not end after its last symbol")
     return found
 
@@ -276,11 +270,7 @@ def numbers_to_bytes(numbers: Iterable[int]) -> bytes:
 
 
 def numbers_from_bytes(raw: bytes) -> NDArray[np.int64]:
-    """The inverse of :func:`numbers_to_bytes`.
-
-    >>> numbers_from_bytes(bytes.fromhex("05ac02")).tolist()
-    [5, 300]
-    """
+    """The inverse of :func:`numbers_to_bytes`."""
     coded = np.frombuffer(raw, np.uint8)
     stops = np.flatnonzero(coded < 128) + 1
     if len(coded) and (not len(stops) or stops[-1] != len(coded)):
@@ -297,8 +287,8 @@ def numbers_from_bytes(raw: bytes) -> NDArray[np.int64]:
     return numbers
 
 
-def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table | None]]:
-    """The shared table, and for each tensor its own table where that is cheaper, table bytes included.
+def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table]]:
+    """The shared table, and for each tensor that or its own, which is cheaper, table bytes included.
 
     First all tensors share one table. Then, in rounds, tensors that gain most by their own table leave, and
     tensors return that the shared table, which describes only its users, would now serve better. No step
@@ -324,10 +314,10 @@ def choose_tables(counts: Sequence[Integers]) -> tuple[Table | None, list[Table 
         sharing |= joining
         sharing[leaving] = False
         if not sharing.any():
-            return None, list(tables)
+            return None, tables
         shared = rows[sharing].sum(0)
-    chosen = [None if together else table for together, table in zip(sharing, tables, strict=True)]
-    return Table.of(shared), chosen
+    common = Table.of(shared)
+    return common, [common if together else own for together, own in zip(sharing, tables, strict=True)]
 
 
 def _bits(rows: NDArray[np.float64], shared: NDArray[np.float64]) -> NDArray[np.float64]:

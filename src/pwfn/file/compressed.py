@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pwfn.errors import LayoutError, WeightError
+from pwfn.errors import FileError, LayoutError, WeightError
 from pwfn.file import writer
-from pwfn.file.content import Content, Division, parts
+from pwfn.file.content import Content, Division, parts, within
+from pwfn.file.storage import replacing
 from pwfn.fixing.unique import unique
 from pwfn.layout import Entry, Layout
 from pwfn.layout.coverage import check_model
@@ -126,10 +129,20 @@ class Compressed(Content):
         """Write a .pwfn file to a path or a binary file object, and return its size in bytes.
 
         For ``posterior`` and ``version`` see :meth:`dumps`. ``record`` is added to the facts of the run. A
-        path is written completely or not at all.
+        path is written completely or not at all: an error leaves the old file.
         """
         whole = replace(self, record={**self.record, **(record or {})})
-        return writer.save(whole, target, posterior=posterior, version=version)
+        if not isinstance(target, (str, os.PathLike)):
+            if not hasattr(target, "write") or hasattr(target, "encoding"):  # as text streams have
+                raise FileError(f"a {type(target).__name__} is no path and no binary file object")
+            data = whole.dumps(posterior=posterior, version=version)
+            target.write(data)
+            return len(data)
+        with within(os.fspath(target)):
+            data = whole.dumps(posterior=posterior, version=version)
+        with replacing(Path(target)) as temporary:
+            temporary.write_bytes(data)
+        return len(data)
 
     def dense_state_dict(self) -> dict[str, Tensor]:
         """A state dict of the whole model, with every compressed weight at its centre."""
@@ -182,8 +195,7 @@ class Compressed(Content):
             )
             for entry, division in zip(self.layout.entries, self.divisions, strict=True)
         ]
-        reasons = {item.name: item.reason for item in self.layout.left_out}
-        return apply_indices(model, coded, self.untouched, reasons)
+        return apply_indices(model, coded, self.untouched)
 
     def _attach(self, model: nn.Module) -> None:
         """Put what the record describes into the model, such as the quantisers of its activations."""

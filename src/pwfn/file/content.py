@@ -32,11 +32,7 @@ class Division:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Content:
-    """A network whose compressed weights are values of a few codebooks, all on the CPU.
-
-    Draws use the predictive sigma, one per tensor (``sigma_codes``, see :func:`sigma_of`). Without it they
-    use the sigma of training, per weight (``weight_sigma``) or per value of a codebook (``centre_sigma``).
-    """
+    """The numbers of a :class:`pwfn.Compressed`, which has what is done with them."""
 
     layout: Layout
     codebooks: tuple[Tensor, ...]  # each strictly ascending
@@ -46,7 +42,7 @@ class Content:
     weight_sigma: Tensor | None = None
     centre_sigma: tuple[Tensor, ...] | None = None
     record: Mapping[str, Any] = field(default_factory=dict)  # facts of the run, as JSON
-    sigma_codes: tuple[int, ...] | None = None  # one per entry of the layout
+    sigma_codes: tuple[int, ...] | None = None  # one per entry of the layout, see sigma_of
 
     @property
     def posterior(self) -> str:
@@ -83,33 +79,32 @@ class Content:
             return found.repeat_interleave(torch.tensor([entry.size for entry in self.layout.entries]))
         if self.weight_sigma is not None:
             return self.weight_sigma
-        return self._looked_up(self.centre_sigma) if self.centre_sigma is not None else None
+        return self.looked_up(self.centre_sigma) if self.centre_sigma is not None else None
 
     def values(self) -> Tensor:
         """One value per weight, as a vector."""
-        return self._looked_up(self.codebooks)
+        return self.looked_up(self.codebooks)
 
     def centre_sigmas(self) -> tuple[Tensor, ...] | None:
         """One sigma per value of each codebook: the root mean square over its weights."""
         if self.weight_sigma is None:
             return self.centre_sigma
-        squares = [torch.zeros(book.numel(), dtype=torch.float64) for book in self.codebooks]
-        counts = [torch.zeros_like(total) for total in squares]
-        for book, index, sigma in self.pieces(self.weight_sigma):
-            flat = index.reshape(-1).to(torch.int64)
-            squares[book].index_add_(0, flat, sigma.reshape(-1).double().square())
-            counts[book] += torch.bincount(flat, minlength=counts[book].numel())
-        dtype = self.layout.dtype
-        return tuple((s / n.clamp_min(1)).sqrt().to(dtype) for s, n in zip(squares, counts, strict=True))
+        sizes = [book.numel() for book in self.codebooks]
+        squares, counts = torch.zeros(2, sum(sizes), dtype=torch.float64)
+        for place, entry in enumerate(self.layout.entries):
+            centre = self._entry(place, self._numbers)
+            squares.index_add_(0, centre, self.weight_sigma[entry.span].double().square())
+            counts += torch.bincount(centre, minlength=len(counts))
+        return (squares / counts.clamp_min(1)).sqrt().to(self.layout.dtype).split(sizes)
 
-    def pieces(self, vector: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For every part of every entry: its codebook, its indices, and its part of a vector."""
-        for entry, division in zip(self.layout.entries, self.divisions, strict=True):
-            books = division.codebooks
-            cut, share = (
-                parts(entry, v[entry.span], division.axis, len(books)) for v in (self.indices, vector)
-            )
-            yield from zip(books, cut, share, strict=True)
+    def centres(self) -> Tensor:
+        """The number of each weight's centre, counted through all codebooks."""
+        return self.looked_up(self._numbers)
+
+    @property
+    def _numbers(self) -> tuple[Tensor, ...]:
+        sizes = [book.numel() for book in self.codebooks]
+        return torch.arange(sum(sizes)).split(sizes)
 
     def content_sha256(self) -> str:
         """SHA-256 of the network: every tensor, and sigma where there is one; ``docs/format.md`` defines it.
@@ -123,6 +118,7 @@ class Content:
             text = json.dumps(line, sort_keys=True, separators=(",", ":"))
             digest.update(f"{text}\n".encode() + (b"" if tensor is None else bytes_of(tensor)))
 
+        sigma = self.sigma
         add(["pwfn content", 1, name_of(self.layout.dtype)])
         places = {entry.name: place for place, entry in enumerate(self.layout.entries)}
         for name in sorted(places.keys() | self.untouched.keys()):
@@ -133,12 +129,8 @@ class Content:
             entry = self.layout.entries[place]
             facts = [list(entry.shape), name_of(entry.dtype), sorted(entry.aliases)]
             add(["compressed", name, *facts], self._entry(place, self.codebooks))  # one at a time: memory
-            if (per_tensor := self.tensor_sigma) is not None:
-                add(["sigma", name], per_tensor[place].repeat(entry.size))
-            elif self.weight_sigma is not None:
-                add(["sigma", name], self.weight_sigma[entry.span])
-            elif self.centre_sigma is not None:
-                add(["sigma", name], self._entry(place, self.centre_sigma))
+            if sigma is not None:
+                add(["sigma", name], sigma[entry.span])
         if "activations" in self.record:  # the one fact of the record that changes what the network computes
             add(["activations", self.record["activations"]])
         return digest.hexdigest()
@@ -170,26 +162,17 @@ class Content:
                     raise FileError(f"sigma is of type {sigma.dtype}, the codebooks of {layout.dtype}")
                 check_sigma(sigma)
 
-    def _entry(self, place: int, tables: tuple[Tensor, ...]) -> Tensor:
+    def _entry(self, place: int, tables: Sequence[Tensor]) -> Tensor:
         """For every weight of one entry that of its codebook's table."""
         entry, division = self.layout.entries[place], self.divisions[place]
-        found = torch.empty(entry.size, dtype=tables[0].dtype)
-        cut = (
-            parts(entry, vector, division.axis, len(division.codebooks))
-            for vector in (self.indices[entry.span], found)
-        )
-        for book, index, part in zip(division.codebooks, *cut, strict=True):
-            part.copy_(tables[book][index.to(torch.int64)])
-        return found
+        cut = parts(entry, self.indices[entry.span], division.axis, len(division.codebooks))
+        pairs = zip(division.codebooks, cut, strict=True)
+        found = [tables[book][index.to(torch.int64)] for book, index in pairs]
+        return torch.cat(found, division.axis).reshape(-1)
 
-    def _looked_up(self, tables: tuple[Tensor, ...]) -> Tensor:
+    def looked_up(self, tables: Sequence[Tensor]) -> Tensor:
         """For every weight the entry of its codebook's table."""
-        if len(tables) == 1:
-            return tables[0][self.indices.to(torch.int64)]
-        out = torch.empty(self.layout.size, dtype=tables[0].dtype)
-        for book, index, place in self.pieces(out):
-            place.copy_(tables[book][index.to(torch.int64)])
-        return out
+        return torch.cat([self._entry(place, tables) for place in range(len(self.layout.entries))])
 
 
 def parts(entry: Entry, vector: Tensor, axis: int, count: int) -> tuple[Tensor, ...]:
@@ -218,11 +201,7 @@ def codes_of(sigma: Tensor) -> tuple[int, ...]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As files call it.
-
-    >>> name_of(torch.float32)
-    'float32'
-    """
+    """As files call it: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

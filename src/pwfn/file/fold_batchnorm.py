@@ -16,11 +16,7 @@ _WIDER = {
     UncompressedDtype.FLOAT16: UncompressedDtype.BFLOAT16,
     UncompressedDtype.BFLOAT16: UncompressedDtype.FLOAT32,
 }
-_SIGNIFICANT_BITS = {
-    UncompressedDtype.TF32: 11,
-    UncompressedDtype.FLOAT16: 11,
-    UncompressedDtype.BFLOAT16: 8,
-}
+_SIGNIFICANT_BITS = {UncompressedDtype.TF32: 11, UncompressedDtype.FLOAT16: 11, UncompressedDtype.BFLOAT16: 8}
 _FOLDED = ("weight", "bias", "running_mean", "running_var")
 # Four times the rounding error of bfloat16: only a number outside the type's range is further off.
 _DIVISOR_ERROR = 2.0**-7

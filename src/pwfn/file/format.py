@@ -1,7 +1,6 @@
 """Networks to and from .pwfn files. The specification is ``docs/format.md``.
 
-save(compressed, "net.pwfn")                  # or compressed.save("net.pwfn")
-compressed = load("net.pwfn")
+compressed = load("net.pwfn")                 # written by compressed.save("net.pwfn")
 loads(dumps(compressed))                      # the same as bytes
 Reader("net.pwfn").sizes                      # where its bytes are
 """
@@ -12,8 +11,9 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -36,12 +36,10 @@ from pwfn.file.writer import (
     PathOrFile,
     check_machine,
     dumps,
-    save,
 )
 from pwfn.runtime import index_dtype
 
-__all__ = ["Posterior", "Reader", "Sizes", "dumps", "load", "loads", "save"]
-
+__all__ = ["Reader", "Sizes", "dumps", "load", "loads"]
 
 Readable: TypeAlias = PathOrFile | bytes | bytearray | memoryview
 """A path, a binary file object, or the bytes of a file."""
@@ -54,23 +52,18 @@ def load(source: Readable) -> Compressed:
 
     >>> from pwfn.layout import Layout
     >>> layout = Layout.of(torch.nn.Linear(2, 1, bias=False))
-    >>> small = Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {})
-    >>> file = io.BytesIO()
-    >>> _ = save(small, file)
-    >>> _ = file.seek(0)
-    >>> load(file).values().tolist()
+    >>> load(Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {}).dumps()).values().tolist()
     [0.5, -0.25]
     """
     return Reader(source).compressed()
 
 
 def loads(data: bytes) -> Compressed:
-    """Read the bytes that :meth:`Compressed.dumps` gave; :func:`load` takes them, too.
+    """Read the bytes that :meth:`Compressed.dumps` gave; the same as :func:`load`.
 
-    >>> from pwfn.layout import Layout
-    >>> layout = Layout.of(torch.nn.Linear(2, 1, bias=False))
-    >>> loads(dumps(Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {}))).values().tolist()
-    [0.5, -0.25]
+    >>> loads(b"something else")
+    Traceback (most recent call last):
+    pwfn.errors.FileError: this is not a .pwfn file
     """
     return load(data)
 
@@ -95,9 +88,8 @@ class Reader:
 
     def __init__(self, source: Readable) -> None:
         self._name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
-        self._streams_read: list[index_streams.Stream] | None = None
-        self._index_bytes: list[int] | None = None
-        with _in_memory(self._name), self._within():
+        self._index_bytes: list[int] = []
+        with self._reading():
             check_machine()
             self._data = _read(source)
             self.file_bytes = len(self._data)
@@ -111,7 +103,6 @@ class Reader:
             *starts, end = accumulate((section.size for section in self.header.sections), initial=start)
             self._starts = dict(zip(SECTIONS, starts, strict=True))
             self._check_sizes(end)
-        self._index_dtype = index_dtype(max(self.header.codebooks.sizes))
 
     @property
     def sizes(self) -> Sizes:
@@ -121,69 +112,58 @@ class Reader:
 
     def codebooks(self) -> tuple[Tensor, ...]:
         """The codebooks."""
-        return self._per_value("codebooks")
+        with self._reading(), within("section 'codebooks'"):
+            return self._per_value(self._section("codebooks"))
 
-    def tensor(self, name: str) -> Tensor:
-        """The values of one compressed tensor; of others only those before it in its stream are decoded."""
-        entry = self.header.layout.entry(name)
-        position = self.header.layout.entries.index(entry)
-        alone = Compressed(
-            replace(self.header.layout, entries=(replace(entry, offset=0),), left_out=()),
-            self.codebooks(),
-            (self.header.tensors[position].division,),
-            self._indices(position, entry.size),
-            {},
-        )
-        with self._within(f"tensor {name!r}"):
-            alone.check()
-        return alone.dense_state_dict()[entry.name]
-
-    def untouched(self) -> dict[str, Tensor]:
+    def _untouched(self) -> dict[str, Tensor]:
         """Every tensor that is not compressed."""
         raw, wanted = self._section("untouched"), self.header.untouched
+        if self.version > 1:
+            return untouched_coder.decode(raw, wanted)
         found: dict[str, Tensor] = {}
         start = 0
-        with self._within("section 'untouched'"):
-            if self.version > 1:
-                return untouched_coder.decode(raw, wanted)
-            for width in sorted({item.dtype.itemsize for item in wanted}):
-                group = [item for item in wanted if item.dtype.itemsize == width]
-                stop = start + sum(item.size for item in group)
-                plain, place = coder.unshuffled(raw[start:stop], width), 0
-                for item in group:
-                    found[item.name] = coder.tensor_of(
-                        plain[place : place + item.size], item.dtype, item.shape
-                    )
-                    place += item.size
-                start = stop
+        for width in sorted({item.dtype.itemsize for item in wanted}):
+            group = [item for item in wanted if item.dtype.itemsize == width]
+            stop = start + sum(item.size for item in group)
+            plain, place = coder.unshuffled(raw[start:stop], width), 0
+            for item in group:
+                found[item.name] = coder.tensor_of(plain[place : place + item.size], item.dtype, item.shape)
+                place += item.size
+            start = stop
         return {item.name: found[item.name] for item in wanted}
+
+    @cached_property
+    def streams(self) -> list[index_streams.Stream]:
+        """The streams of the indices and their models."""
+        with self._reading(), within("section 'tables'"):
+            return index_streams.read(self.header, self._section("tables"))
+
+    def index_bytes(self) -> list[int]:
+        """Bytes of each tensor's indices; they add up to those of the section."""
+        if not self._index_bytes:
+            self.compressed()
+        return self._index_bytes
 
     def compressed(self) -> Compressed:
         """Everything; every checksum is compared."""
-        with _in_memory(self._name):
-            return self._decoded()
-
-    def _decoded(self) -> Compressed:
         header = self.header
-        self._section("indices")  # its checksum, beside those of the streams
-        indices = torch.empty(header.layout.size, dtype=self._index_dtype)
-        with self._within():
-            pairs = [(stream, self._stream(stream)) for stream in self.streams()]
-            self._index_bytes = index_streams.decode_all(header, pairs, self.codebooks(), indices)
-        found = Compressed(
-            header.layout,
-            self.codebooks(),
-            tuple(tensor.division for tensor in header.tensors),
-            indices,
-            self.untouched(),
-            record=header.record,
-        )
-        with self._within():
+        with self._reading():
+            with within("section 'indices'"):
+                self._section("indices")  # its checksum, beside those of the streams
+            indices = torch.empty(header.layout.size, dtype=index_dtype(max(header.codebooks.sizes)))
+            pairs = [(stream, self._stream(stream)) for stream in self.streams]
+            codebooks = self.codebooks()
+            self._index_bytes = index_streams.decode_all(header, pairs, codebooks, indices)
+            divisions = tuple(tensor.division for tensor in header.tensors)
+            with within("section 'untouched'"):
+                untouched = self._untouched()
+            found = Compressed(header.layout, codebooks, divisions, indices, untouched, record=header.record)
             found.check()  # before anything is looked up by an index
-        if self._section("padding").strip(b"\x00"):
-            with self._within("section 'padding'"):
-                raise FileError("a byte is not zero")
-        return self._with_posterior(found)
+            with within("section 'padding'"):
+                if self._section("padding").strip(b"\x00"):
+                    raise FileError("a byte is not zero")
+            with within("section 'posterior'"):
+                return self._with_posterior(found)
 
     def _check_sizes(self, end: int) -> None:
         """Check the sizes in the header against the file and each other."""
@@ -205,9 +185,20 @@ class Reader:
         if wanted != there:
             raise FileError(f"section 'untouched': its tensors have {wanted:,} bytes, its content {there:,}")
 
-    def _within(self, part: str = "") -> AbstractContextManager[None]:
-        """Name the file and the part of it that is at fault in front of an error."""
-        return within(": ".join(filter(None, (self._name, part))))
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name the file in an error, once; too little memory is an error that a caller can expect."""
+        name = f"{self._name}: " if self._name else ""
+        try:
+            yield
+        except FileError as error:
+            if str(error).startswith(name):
+                raise
+            raise FileError(f"{name}{error}") from error.__cause__
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # torch's words
+                raise
+            raise FileError(f"{name}there is not enough memory to read it: free some, or use more") from error
 
     def _bytes(self, start: int, size: int, crc32: int) -> bytes:
         block = self._data[start : start + size]
@@ -217,84 +208,42 @@ class Reader:
 
     def _section(self, name: str) -> bytes:
         section = self.header.section(name)
-        with self._within(f"section {name!r}"):
-            block = self._bytes(self._starts[name], section.size, section.crc32)
-            if block and name not in PLAIN_SECTIONS[self.version]:
-                return coder.unsqueeze(block, section.raw)
-            # Of coded tensors the header has the size of their numbers.
-            if len(block) != section.raw and (name, self.version) != ("untouched", 2):
-                raise FileError(f"it has {len(block):,} bytes, the header says {section.raw:,}")
-            return block
+        block = self._bytes(self._starts[name], section.size, section.crc32)
+        if block and name not in PLAIN_SECTIONS[self.version]:
+            return coder.unsqueeze(block, section.raw)
+        # Of coded tensors the header has the size of their numbers.
+        if len(block) != section.raw and (name, self.version) != ("untouched", 2):
+            raise FileError(f"it has {len(block):,} bytes, the header says {section.raw:,}")
+        return block
 
-    def _per_value(self, name: str) -> tuple[Tensor, ...]:
-        """A section with one number for each value of each codebook."""
-        raw, sizes = self._section(name), self.header.codebooks.sizes
-        with self._within(f"section {name!r}"):
-            whole = coder.tensor_of(raw, self.header.layout.dtype, (-1,))
-            if whole.numel() != sum(sizes):
-                raise FileError(f"there are {whole.numel():,} numbers for {sum(sizes):,} values of codebooks")
+    def _per_value(self, raw: bytes) -> tuple[Tensor, ...]:
+        """The content of a section with one number for each value of each codebook."""
+        sizes = self.header.codebooks.sizes
+        whole = coder.tensor_of(raw, self.header.layout.dtype, (-1,))
+        if whole.numel() != sum(sizes):
+            raise FileError(f"there are {whole.numel():,} numbers for {sum(sizes):,} values of codebooks")
         return tuple(part.clone() for part in whole.split(list(sizes)))
-
-    def streams(self) -> list[index_streams.Stream]:
-        """The streams of the indices and their models."""
-        if self._streams_read is None:
-            raw = self._section("tables")
-            with self._within("section 'tables'"):
-                self._streams_read = index_streams.read(self.header, raw)
-        return self._streams_read
-
-    def index_bytes(self) -> list[int]:
-        """Bytes of each tensor's indices; they add up to those of the section."""
-        if self._index_bytes is None:
-            self.compressed()
-        assert self._index_bytes is not None
-        return self._index_bytes
 
     def _stream(self, stream: index_streams.Stream) -> bytes:
         with within(f"tensor {self.header.tensors[stream.first].name!r}"):
             return self._bytes(self._starts["indices"] + stream.start, stream.size, stream.crc32)
 
-    def _indices(self, position: int, size: int) -> Tensor:
-        """The indices of one tensor, as a vector."""
-        stream = next(s for s in self.streams() if s.first <= position < s.stop)
-        dtype = torch.empty(0, dtype=self._index_dtype).numpy().dtype
-        with self._within():
-            data = self._stream(stream)
-            with within(f"tensor {self.header.tensors[position].name!r}"):
-                found, _ = index_streams.decode(
-                    self.header, stream, data, self.codebooks(), dtype, position + 1
-                )
-        return torch.from_numpy(found[-size:])
-
     def _with_posterior(self, found: Compressed) -> Compressed:
-        if self.header.posterior is Posterior.CENTRE:
-            found = replace(found, centre_sigma=self._per_value("posterior"))
-        raw = self._section("posterior")
-        with self._within("section 'posterior'"):
-            if self.header.posterior is Posterior.WEIGHT:
-                found = replace(found, weight_sigma=sigma_coder.decode(found, raw))
-            if self.header.posterior is Posterior.TENSOR:
-                if len(raw) != len(self.header.tensors):
-                    raise FileError(f"it has {len(raw):,} bytes for {len(self.header.tensors):,} tensors")
-                found = replace(found, sigma_codes=tuple(raw))
-            if self.header.posterior is Posterior.NONE and raw:
-                raise FileError("it has bytes although the header says that there is no posterior")
-            for sigma in (found.weight_sigma, *(found.centre_sigma or ())):
-                if sigma is not None:
-                    check_sigma(sigma)
+        raw, kind = self._section("posterior"), self.header.posterior
+        if kind is Posterior.CENTRE:
+            found = replace(found, centre_sigma=self._per_value(raw))
+        if kind is Posterior.WEIGHT:
+            found = replace(found, weight_sigma=sigma_coder.decode(found, raw))
+        if kind is Posterior.TENSOR:
+            if len(raw) != len(self.header.tensors):
+                raise FileError(f"it has {len(raw):,} bytes for {len(self.header.tensors):,} tensors")
+            found = replace(found, sigma_codes=tuple(raw))
+        if kind is Posterior.NONE and raw:
+            raise FileError("it has bytes although the header says that there is no posterior")
+        for sigma in (found.weight_sigma, *(found.centre_sigma or ())):
+            if sigma is not None:
+                check_sigma(sigma)
         return found
-
-
-@contextmanager
-def _in_memory(name: str) -> Iterator[None]:
-    """A file that does not fit in memory is an error that a caller can expect."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # torch's words
-            raise
-        what = f"{name}: " if name else ""
-        raise FileError(f"{what}there is not enough memory to read it: free some, or use more") from error
 
 
 def _read(source: Readable) -> bytes:

@@ -24,7 +24,10 @@ from pwfn.file.content import Division, name_of
 from pwfn.layout import Attention, Entry, Kind, Layout, LeftOut
 
 SECTIONS = ("codebooks", "tables", "indices", "posterior", "untouched", "padding")
-PARENT = "\0"
+_SHARED = ("name", "shape", "dtype", "kind", "aliases", "input_axis", "groups", "attention", "channels_last")
+"""What an entry of the layout and the header have under the same name."""
+
+_PARENT = "\0"
 """Stands for a layer that is named by what precedes the last dot of the tensor's name; never in a file."""
 
 _MOST_AXES = 16
@@ -55,7 +58,7 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layer: str = PARENT
+    layer: str = _PARENT
     type: str
     kind: Kind
     aliases: tuple[str, ...] = ()
@@ -86,22 +89,18 @@ class TensorInfo:
         """The codebooks of its parts."""
         return Division(self.codebooks, self.axis)
 
+    @classmethod
+    def of(cls, entry: Entry, **stored: Any) -> TensorInfo:
+        """From its entry of the layout, and how it is stored."""
+        layer = entry.layer if entry.layer != entry.name.rpartition(".")[0] else _PARENT
+        shared = {name: getattr(entry, name) for name in _SHARED}
+        return cls(**shared, layer=layer, type=entry.layer_type, **stored)
+
     def entry(self, offset: int) -> Entry:
         """Its entry of the layout."""
-        return Entry(
-            self.name,
-            self.shape,
-            self.dtype,
-            offset,
-            self.name.rpartition(".")[0] if self.layer == PARENT else self.layer,
-            self.type,
-            self.kind,
-            aliases=self.aliases,
-            input_axis=self.input_axis,
-            attention=self.attention,
-            channels_last=self.channels_last,
-            groups=self.groups,
-        )
+        layer = self.name.rpartition(".")[0] if self.layer == _PARENT else self.layer
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return Entry(**shared, offset=offset, layer=layer, layer_type=self.type)
 
 
 @dataclass(frozen=True)
@@ -247,10 +246,7 @@ _SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         "a string without control characters",
         lambda value: isinstance(value, str) and not _UNSEEN.search(value),
     ),
-    torch.dtype: (
-        f"one of {', '.join(_DTYPES)}",
-        lambda value: isinstance(value, str) and value in _DTYPES,
-    ),
+    torch.dtype: (f"one of {', '.join(_DTYPES)}", lambda value: isinstance(value, str) and value in _DTYPES),
 }
 _hints = cache(get_type_hints)
 

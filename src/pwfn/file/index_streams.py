@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from pwfn.errors import FileError
@@ -58,7 +57,7 @@ def encode(content: Content, *, with_contexts: bool) -> tuple[bytes, list[Coded]
     entries, divisions = content.layout.entries, content.divisions
     arrays = [content.indices[entry.span].numpy() for entry in entries]
     counts = [coder.counts_of(array) for array in arrays]
-    shared, own = coder.choose_tables(counts)
+    shared, tables = coder.choose_tables(counts)
     models: dict[int, bytes] = {}  # of streams with contexts and of tables, by first tensor
     found: dict[int, Coded] = {}
     runs = list(_runs(content)) if with_contexts else []
@@ -74,25 +73,20 @@ def encode(content: Content, *, with_contexts: bool) -> tuple[bytes, list[Coded]
         return tree.to_bytes(), contexts.encode(symbols, shapes, tree, zeros[divisions[run[0]].codebooks[0]])
 
     for run, (model, stream) in zip(runs, _side_by_side(coded, runs), strict=True):
-        by_table = sum(_table_bytes(counts[n], own[n], shared) for n in run)
+        by_table = sum(_table_bytes(counts[n], tables[n], tables[n] is not shared) for n in run)
         if len(model) + len(stream) < by_table:
             models[run[0]] = model
             found |= {n: Coded(b"", contexts=True, continues=True) for n in run}
             found[run[0]] = Coded(stream, contexts=True)
     rest = [n for n in range(len(entries)) if n not in found]
-    shared, chosen = coder.choose_tables([counts[n] for n in rest]) if rest else (None, [])
-
-    def with_table(pair: tuple[int, Table | None]) -> bytes:
-        used = pair[1] or shared
-        assert used is not None  # there is a shared table if any tensor has none of its own
-        return coder.encode(arrays[pair[0]], used)
-
-    streams = _side_by_side(with_table, zip(rest, chosen, strict=True))
-    for n, table, stream in zip(rest, chosen, streams, strict=True):
-        found[n] = Coded(stream, own_table=table is not None)
-        models |= {n: table.to_bytes()} if table is not None else {}
-    tables = b"".join((shared.to_bytes() if shared else b"", *(models[n] for n in sorted(models))))
-    return tables, [found[n] for n in range(len(entries))]
+    shared, tables = coder.choose_tables([counts[n] for n in rest]) if rest else (None, [])
+    pairs = list(zip(rest, tables, strict=True))
+    streams = _side_by_side(lambda pair: coder.encode(arrays[pair[0]], pair[1]), pairs)
+    for (n, table), stream in zip(pairs, streams, strict=True):
+        found[n] = Coded(stream, own_table=table is not shared)
+        models |= {n: table.to_bytes()} if table is not shared else {}
+    section = b"".join((shared.to_bytes() if shared else b"", *(models[n] for n in sorted(models))))
+    return section, [found[n] for n in range(len(entries))]
 
 
 def _runs(content: Content) -> Iterator[list[int]]:
@@ -112,12 +106,9 @@ def _runs(content: Content) -> Iterator[list[int]]:
         yield run
 
 
-def _table_bytes(counts: coder.Integers, own: Table | None, shared: Table | None) -> float:
+def _table_bytes(counts: coder.Integers, table: Table, is_own: bool) -> float:
     """About the bytes that a tensor takes with a frequency table."""
-    if own is not None:
-        return own.ideal_bits(counts) / 8 + len(own.to_bytes()) + _WORD
-    assert shared is not None
-    return shared.ideal_bits(counts) / 8 + _WORD
+    return table.ideal_bits(counts) / 8 + (len(table.to_bytes()) if is_own else 0) + _WORD
 
 
 def read(header: Header, raw: bytes) -> list[Stream]:
@@ -156,25 +147,6 @@ def read(header: Header, raw: bytes) -> list[Stream]:
     return found
 
 
-def decode(
-    header: Header,
-    stream: Stream,
-    data: bytes,
-    codebooks: Sequence[Tensor],
-    dtype: DTypeLike,
-    stop: int | None = None,
-) -> tuple[NDArray[np.integer], list[int]]:
-    """The indices of a stream's tensors and the bytes that each takes; only of those before ``stop``."""
-    tensors = header.tensors[stream.first : stop or stream.stop]
-    if isinstance(stream.model, Table):
-        return coder.decode(data, stream.model, tensors[0].size, dtype), [len(data)]
-    zero = int(codebooks[tensors[0].codebooks[0]].abs().argmin())
-    shapes = [Shape.of(tensor.shape) for tensor in tensors]
-    whole = stop is None or stop == stream.stop
-    found, ends = contexts.decode(data, shapes, stream.model, zero, whole=whole)
-    return found.astype(dtype, copy=False), np.diff(ends, prepend=0).tolist()
-
-
 def decode_all(
     header: Header, streams: Sequence[tuple[Stream, bytes]], codebooks: Sequence[Tensor], out: Tensor
 ) -> list[int]:
@@ -184,10 +156,16 @@ def decode_all(
 
     def decoded(item: tuple[Stream, bytes]) -> None:
         stream, data = item
-        with within(f"tensor {header.tensors[stream.first].name!r}"):
-            found, each = decode(header, stream, data, codebooks, out.numpy().dtype)
+        tensors, ends = header.tensors[stream.first : stream.stop], [len(data)]
+        with within(f"tensor {tensors[0].name!r}"):
+            if isinstance(stream.model, Table):
+                found = coder.decode(data, stream.model, tensors[0].size, out.numpy().dtype)
+            else:
+                zero = int(codebooks[tensors[0].codebooks[0]].abs().argmin())
+                shapes = [Shape.of(tensor.shape) for tensor in tensors]
+                found, ends = contexts.decode(data, shapes, stream.model, zero)
         out[offsets[stream.first] :][: len(found)] = torch.from_numpy(found)
-        sizes[stream.first : stream.stop] = each
+        sizes[stream.first : stream.stop] = np.diff(ends, prepend=0).tolist()
 
     # Large ones first: the last to end then ends soon after the others.
     _side_by_side(decoded, sorted(streams, key=lambda item: -item[0].size))
@@ -196,9 +174,5 @@ def decode_all(
 
 def _side_by_side(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """Like ``map``, in as many threads as torch uses."""
-    items = list(items)
-    threads = min(torch.get_num_threads(), len(items))
-    if threads < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return list(pool.map(function, items))

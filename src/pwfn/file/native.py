@@ -16,12 +16,10 @@ FILE = Path(__file__).with_name("libpwfn.so.2")
 class Model(ctypes.Structure):
     """The model of the context coder, as in ``native.c``."""
 
+    arrays: list[NDArray[Any]]  # that it points to, so that they live as long
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("children", "squash", "stretch", "share", "levels", "paths", "states", "weights")
-        ),
-        *((name, ctypes.c_void_p) for name in ("channel", "tilt", "empty", "row")),
+        *((name, ctypes.c_void_p) for name in ("children", "squash", "stretch", "share", "levels", "paths")),
+        *((name, ctypes.c_void_p) for name in ("states", "weights", "channel", "tilt", "empty", "row")),
         ("nodes", ctypes.c_int32),
         ("zero", ctypes.c_int32),
     ]

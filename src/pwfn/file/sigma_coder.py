@@ -26,7 +26,7 @@ _MOST_GROUPS = 2**16
 
 def encode(content: Content, sigmas: Tensor) -> bytes:
     """Kind of coding, then the coded sigmas; the inverse is :func:`decode`."""
-    sigma, centres = sigmas.numpy(), _centres(content)
+    sigma, centres = sigmas.numpy(), content.centres().numpy()
     values, rank = np.unique(sigma, return_inverse=True)
     groups, group, counts = np.unique(centres * len(values) + rank, return_inverse=True, return_counts=True)
     plain = _PLAIN + coder.shuffled(sigma.tobytes(), sigma.itemsize)
@@ -76,7 +76,7 @@ def _grouped(content: Content, raw: bytes, dtype: np.dtype[np.floating]) -> NDAr
     most = sum(book.numel() for book in content.codebooks)
     at_centre, counts = np.cumsum(numbers[::2].clip(0, most)), numbers[1::2]
     values = np.frombuffer(raw[8 + table_bytes : stop], dtype)
-    centres = _centres(content)
+    centres = content.centres().numpy()
     here = np.bincount(at_centre.clip(0, most), counts, most + 1)
     if counts.min() < 1 or not np.array_equal(here, np.bincount(centres, minlength=most + 1)):
         raise FileError("its counts do not agree with the indices")
@@ -89,15 +89,6 @@ def _grouped(content: Content, raw: bytes, dtype: np.dtype[np.floating]) -> NDAr
     if not ans.is_empty():
         raise FileError("its stream does not end after its last symbol")
     return sigma
-
-
-def _centres(content: Content) -> NDArray[np.int64]:
-    """Number of the centre of each weight, counted through all codebooks."""
-    starts = np.cumsum([0, *(book.numel() for book in content.codebooks)])
-    numbers = torch.empty(content.layout.size, dtype=torch.int64)
-    for book, index, place in content.pieces(numbers):
-        place.copy_(index.to(torch.int64) + int(starts[book]))
-    return np.asarray(numbers)
 
 
 def _runs(

@@ -13,13 +13,7 @@ from pwfn.errors import FileError
 
 
 def make_folder(path: str | Path) -> None:
-    """Make a folder and its parents where they do not exist.
-
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     make_folder(Path(folder) / "a" / "b")
-    ...     (Path(folder) / "a" / "b").is_dir()
-    True
-    """
+    """Make a folder and its parents where they do not exist."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,15 +6,12 @@ import os
 import struct
 import sys
 import zlib
-from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from pwfn.errors import FileError
 from pwfn.file import coder, index_streams, sigma_coder, untouched_coder
-from pwfn.file.content import Content, Division, within
-from pwfn.file.header import PARENT, SECTIONS, Codebooks, Header, Posterior, Section, Stored, TensorInfo
-from pwfn.file.storage import replacing
-from pwfn.layout import Entry
+from pwfn.file.content import Content
+from pwfn.file.header import SECTIONS, Codebooks, Header, Posterior, Section, Stored, TensorInfo
 from pwfn.version import __version__
 
 PathOrFile: TypeAlias = str | os.PathLike[str] | BinaryIO
@@ -67,7 +64,17 @@ def dumps(content: Content, posterior: Posterior | str | None = None, version: i
     header = Header(
         writer=WRITER,
         tensors=tuple(
-            _info(*parts) for parts in zip(content.layout.entries, content.divisions, coded, strict=True)
+            TensorInfo.of(
+                entry,
+                codebooks=division.codebooks,
+                axis=division.axis,
+                own_table=tensor.own_table,
+                contexts=tensor.contexts,
+                continues=tensor.continues,
+                bytes=len(tensor.stream),
+                crc32=zlib.crc32(tensor.stream),
+            )
+            for entry, division, tensor in zip(content.layout.entries, content.divisions, coded, strict=True)
         ),
         left_out=content.layout.left_out,
         codebooks=Codebooks(content.layout.dtype, tuple(book.numel() for book in content.codebooks)),
@@ -89,58 +96,10 @@ def dumps(content: Content, posterior: Posterior | str | None = None, version: i
     return b"".join((prefix, packed, *stored.values()))
 
 
-def save(
-    content: Content,
-    target: PathOrFile,
-    *,
-    posterior: Posterior | str | None = None,
-    version: int = VERSION,
-) -> int:
-    """Write a file and return its size in bytes; see :func:`dumps`.
-
-    ``target`` is a path or a binary file object. A path is written completely or not at all: the new file is
-    written beside it and renamed, so an error leaves the old one.
-    """
-    if not isinstance(target, (str, os.PathLike)):
-        if not hasattr(target, "write") or hasattr(target, "encoding"):  # as text streams have
-            raise FileError(f"a {type(target).__name__} is no path and no binary file object")
-        data = dumps(content, posterior, version)
-        target.write(data)
-        return len(data)
-    with within(os.fspath(target)):
-        data = dumps(content, posterior, version)
-    with replacing(Path(target)) as temporary:
-        temporary.write_bytes(data)
-    return len(data)
-
-
 def check_machine() -> None:
     """Raise an error on big-endian machines: numbers are stored as they lie in memory."""
     if sys.byteorder != "little":
         raise FileError("files are read and written on little-endian machines only")
-
-
-def _info(entry: Entry, division: Division, coded: index_streams.Coded) -> TensorInfo:
-    return TensorInfo(
-        name=entry.name,
-        shape=entry.shape,
-        dtype=entry.dtype,
-        layer=entry.layer if entry.layer != entry.name.rpartition(".")[0] else PARENT,
-        type=entry.layer_type,
-        kind=entry.kind,
-        aliases=entry.aliases,
-        input_axis=entry.input_axis,
-        groups=entry.groups,
-        attention=entry.attention,
-        channels_last=entry.channels_last,
-        codebooks=division.codebooks,
-        axis=division.axis,
-        own_table=coded.own_table,
-        contexts=coded.contexts,
-        continues=coded.continues,
-        bytes=len(coded.stream),
-        crc32=zlib.crc32(coded.stream),
-    )
 
 
 def _posterior(content: Content, wanted: Posterior | str | None) -> Posterior:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,52 +40,38 @@ class Owner:
         return names
 
 
-class Selection:
-    """The include and exclude selectors, and which of them have matched something."""
+Parameters: TypeAlias = Sequence[tuple[nn.Parameter, list[Owner]]]
+"""Each parameter once, with all its places."""
 
-    def __init__(self, include: Sequence[str | type], exclude: Sequence[str | type]) -> None:
-        self._include = [_as_text(item) for item in include]
-        self._exclude = [_as_text(item) for item in exclude]
-        self._used: set[str] = set()
 
-    def decide(self, owners: list[Owner], parameter: Tensor) -> tuple[Owner, str | None]:
-        """The owner that names the parameter, and the reason to leave it out, if there is one."""
-        excluded = self._first_match(self._exclude, owners)
-        included = self._first_match(self._include, owners)
-        if excluded is not None:
-            return owners[0], f"excluded by {excluded!r}"
-        if parameter.numel() == 0:
-            return owners[0], "empty"
-        covered = next((owner for owner in owners if _is_covered(owner)), None)
-        if covered is not None:
-            return covered, None
-        if included is not None:
-            return owners[0], None
-        return owners[0], _reason(owners[0])
+def matches(selectors: Sequence[str | type], parameters: Parameters) -> dict[int, str]:
+    """By its position, the first selector that matches each parameter; one that matches none is an error."""
+    found: dict[int, str] = {}
+    for selector in map(_as_text, selectors):
+        positions = [n for n, (_, owners) in enumerate(parameters) if any(_fits(selector, o) for o in owners)]
+        if not positions:
+            all_owners = [owner for _, owners in parameters for owner in owners]
+            known = [text for o in all_owners for text in (o.name, f"type:{type(o.module).__name__}")]
+            near = difflib.get_close_matches(selector, known, n=1, cutoff=0.5)
+            hint = f"the nearest is {near[0]!r}" if near else "print(Layout.of(model).table()) lists them"
+            raise LayoutError(f"{selector!r} matches no parameter of the model: {hint}")
+        for n in positions:
+            found.setdefault(n, selector)
+    return found
 
-    def _first_match(self, selectors: list[str], owners: list[Owner]) -> str | None:
-        # No early exit: every selector that matches anything counts as used.
-        matched = [s for s in selectors if any(_matches(s, owner) for owner in owners)]
-        self._used.update(matched)
-        return matched[0] if matched else None
 
-    def check_all_used(self, owners: Sequence[Owner]) -> None:
-        """Raise an error with a suggestion if a selector has matched nothing."""
-        for selector in (*self._include, *self._exclude):
-            if selector not in self._used:
-                known = [text for o in owners for text in (o.name, f"type:{type(o.module).__name__}")]
-                near = difflib.get_close_matches(selector, known, n=1, cutoff=0.5)
-                hint = f"the nearest is {near[0]!r}" if near else "print(Layout.of(model).table()) lists them"
-                raise LayoutError(f"{selector!r} matches no parameter of the model: {hint}")
-
-    def nothing_left(self, model: str, left_out: int) -> str:
-        """The error for a model of which nothing is compressed."""
-        if self._exclude:
-            return f"exclude= leaves nothing of {model} to compress ({left_out} parameters): exclude less"
-        return (
-            f"{model} has no convolution or linear layer to compress: name its parameters in include= "
-            f"({left_out} are left out)"
-        )
+def decide(
+    owners: list[Owner], parameter: Tensor, included: str | None, excluded: str | None
+) -> tuple[Owner, str | None]:
+    """The owner that names the parameter, and the reason to leave it out, if there is one."""
+    if excluded is not None:
+        return owners[0], f"excluded by {excluded!r}"
+    if parameter.numel() == 0:
+        return owners[0], "empty"
+    covered = next((owner for owner in owners if _is_covered(owner)), None)
+    if covered is not None:
+        return covered, None
+    return owners[0], _reason(owners[0]) if included is None else None
 
 
 def _as_text(selector: str | type) -> str:
@@ -93,13 +80,13 @@ def _as_text(selector: str | type) -> str:
     return selector
 
 
-def _matches(selector: str, owner: Owner) -> bool:
+def _fits(selector: str, owner: Owner) -> bool:
     if selector.startswith("type:"):
         return selector.removeprefix("type:") in owner.type_names()
     return fnmatchcase(owner.name, selector)
 
 
-def owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Owner]]]:
+def owned_parameters(model: nn.Module) -> Parameters:
     """Each parameter once, with all its places, in order of first appearance."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners: dict[int, tuple[nn.Parameter, list[Owner]]] = {}
@@ -111,7 +98,7 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Owne
                 raise LayoutError(f"{name} has no shape yet: run one batch through the model first")
             _, places = owners.setdefault(id(parameter), (parameter, []))
             places.append(Owner(name, layer, leaf, module, parent))
-    yield from owners.values()
+    return list(owners.values())
 
 
 def _is_covered(owner: Owner) -> bool:

@@ -21,10 +21,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from pwfn.errors import LayoutError
 from pwfn.layout.coverage import (
     Owner,
-    Selection,
     check_compressible,
     check_model,
+    decide,
     is_hf_conv1d,
+    matches,
     owned_parameters,
 )
 
@@ -37,11 +38,7 @@ _PARTS_OF_NAME = {
 }
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
-_SHARED_HEAD_COUNTS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-)  # of keys and values, if there are fewer
+_SHARED_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")  # of keys and values, if fewer
 
 
 class Kind(StrEnum):
@@ -135,20 +132,18 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        include: Sequence[str | type] = (),
-        exclude: Sequence[str | type] = (),
+        cls, model: nn.Module, include: Sequence[str | type] = (), exclude: Sequence[str | type] = ()
     ) -> Layout:
         """The layout of a model, in the order in which the model defines its parameters."""
         check_model(model)
-        selection = Selection(include, exclude)
+        parameters = owned_parameters(model)
+        included, excluded = matches(include, parameters), matches(exclude, parameters)
         entries: list[Entry] = []
         left_out: list[LeftOut] = []
         offset = 0
-        for parameter, owners in owned_parameters(model):
+        for n, (parameter, owners) in enumerate(parameters):
             shape = tuple(parameter.shape)
-            owner, reason = selection.decide(owners, parameter)
+            owner, reason = decide(owners, parameter, included.get(n), excluded.get(n))
             names = [other.name for other in owners if other is not owner]
             if reason is not None:
                 left_out.append(LeftOut(owner.name, shape, parameter.dtype, reason, tuple(names)))
@@ -171,9 +166,16 @@ class Layout:
                 )
             )
             offset += parameter.numel()
-        selection.check_all_used([owner for _, owners in owned_parameters(model) for owner in owners])
         if not entries:
-            raise LayoutError(selection.nothing_left(type(model).__name__, len(left_out)))
+            name, count = type(model).__name__, len(left_out)
+            if exclude:
+                raise LayoutError(
+                    f"exclude= leaves nothing of {name} to compress ({count} parameters): exclude less"
+                )
+            raise LayoutError(
+                f"{name} has no convolution or linear layer to compress: name its parameters in include= "
+                f"({count} are left out)"
+            )
         return cls(tuple(entries), tuple(left_out))
 
     def without_biases(self, reason: str) -> Layout:
@@ -186,11 +188,8 @@ class Layout:
         kept = [entry for entry in self.entries if entry.kind is Kind.WEIGHT]
         if not kept:
             raise LayoutError(f"of {len(self.entries)} parameters none is a weight: biases are {reason}")
-        biases = [
-            LeftOut(e.name, e.shape, e.dtype, reason, e.aliases)
-            for e in self.entries
-            if e.kind is not Kind.WEIGHT
-        ]
+        rest = (entry for entry in self.entries if entry.kind is not Kind.WEIGHT)
+        biases = [LeftOut(e.name, e.shape, e.dtype, reason, e.aliases) for e in rest]
         offsets = itertools.accumulate((entry.size for entry in kept), initial=0)
         moved = (replace(entry, offset=offset) for entry, offset in zip(kept, offsets, strict=False))
         return Layout(tuple(moved), (*self.left_out, *biases))
@@ -210,10 +209,10 @@ class Layout:
         """The model's compressed parameters as one new vector, on the model's device."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         pieces = [parameters[entry.name].detach().to(self.dtype).reshape(-1) for entry in self.entries]
-        devices = {str(piece.device) for piece in pieces}
+        devices = sorted({str(piece.device) for piece in pieces})
         if len(devices) > 1:
             raise LayoutError(
-                f"the model is on several devices ({', '.join(sorted(devices))}): move it to one of them"
+                f"the model is on several devices ({', '.join(devices)}): move it to one of them"
             )
         return torch.cat(pieces)
 
@@ -251,10 +250,8 @@ class Layout:
         """Name and index of one weight of the vector, for messages: ``conv1.weight[0, 2, 1, 1]``."""
         for entry in self.entries:
             if position < entry.offset + entry.size:
-                index = [
-                    int(i) for i in torch.unravel_index(torch.tensor(position - entry.offset), entry.shape)
-                ]
-                return f"{entry.name}{index}"
+                place = torch.tensor(position - entry.offset)
+                return f"{entry.name}{[int(i) for i in torch.unravel_index(place, entry.shape)]}"
         raise IndexError(position)
 
     def table(self) -> str:

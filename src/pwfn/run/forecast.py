@@ -32,11 +32,6 @@ from pwfn.run.console import duration
 from pwfn.run.options import RunOptions
 from pwfn.run.resolve import resolve
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 _ENOUGH_SECONDS = 3.0  # of timed steps
 _SLOW_SECONDS = 30.0  # the first step, which includes warm-up, is used only if it takes this long
 _MOST_STEPS = 10
@@ -237,7 +232,9 @@ def _wait() -> None:
 def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB

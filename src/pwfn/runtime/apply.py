@@ -1,22 +1,17 @@
-"""Puts a compressed network into a model as indices; whatever stays dense does so for a stated reason."""
+"""Puts a compressed network into a model as indices, where the model allows it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pwfn.errors import LayoutError
 from pwfn.layout import Entry
-from pwfn.layout.coverage import is_hf_conv1d
-from pwfn.runtime.layers import IndexedEmbedding, IndexedLinear, IndexedWeight, read_as_dense
-from pwfn.runtime.library import MOST_PACKED, index_dtype
-
-KEPT_DENSE = "_pwfn_kept_dense"
-"""Attribute of a model: why each of its dense tensors is dense, for :func:`pwfn.runtime.memory_report`."""
+from pwfn.runtime.layers import IndexedWeight, read_from_indices
+from pwfn.runtime.library import index_dtype
 
 
 class Coded(NamedTuple):
@@ -29,51 +24,24 @@ class Coded(NamedTuple):
 
 
 @torch.no_grad()
-def apply_indices(
-    model: nn.Module, weights: Sequence[Coded], untouched: Mapping[str, Tensor], reasons: Mapping[str, str]
-) -> nn.Module:
+def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping[str, Tensor]) -> nn.Module:
     """Give the model compressed weights as indices and all other tensors as they are; return it.
 
-    ``reasons`` says why tensors of ``untouched`` were not compressed. Layers are replaced within the model; a
-    model that is itself one such layer comes back as another object. For a model on the meta device see
+    Vectors are loaded dense, because indices would save little. For a model on the meta device see
     :func:`load_dense`.
-
-    >>> from pwfn.layout import Layout
-    >>> model = nn.Sequential(nn.Linear(2, 1, bias=False))
-    >>> indices = torch.tensor([[1, 0]], dtype=torch.uint8)
-    >>> weight = Coded(Layout.of(model).entries[0], indices, [torch.tensor([-0.25, 0.5])])
-    >>> apply_indices(model, [weight], {}, {})(torch.ones(2)).item()
-    0.25
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    dense, indexed, kept = dict(untouched), [], dict(reasons)
+    parameters, dense = dict(model.named_parameters(remove_duplicate=False)), dict(untouched)
     for coded in weights:
-        entry = coded.entry
-        weight = _indexed(coded, parameters[entry.name])
-        reason = _why_dense(model, entry)
-        if reason is None:
-            indexed.append((entry, weight))
-        else:
-            names = (entry.name, *entry.aliases)
+        names = (coded.entry.name, *coded.entry.aliases)
+        weight = _indexed(coded, parameters[names[0]])
+        owners = [(model.get_submodule(layer), leaf) for layer, _, leaf in (n.rpartition(".") for n in names)]
+        if len(weight.shape) < 2 or any(_keeps_dense(module) for module, _ in owners):
             dense |= dict.fromkeys(names, weight.dense())
-            kept |= dict.fromkeys(names, reason)
+            continue
+        for module, leaf in owners:
+            if leaf in module._parameters:  # else the module has two names
+                read_from_indices(module, leaf, weight)
     load_dense(model, dense)
-    replaced: dict[int, nn.Module] = {}
-    for entry, weight in indexed:
-        transposed: list[IndexedWeight] = []
-        for module, leaf in _places(model, entry):
-            if id(module) not in replaced and leaf in module._parameters:
-                new = _layer(module, leaf, weight, transposed)
-                if new is None:
-                    read_as_dense(module, leaf, weight)
-                else:
-                    replaced[id(module)] = _with_hooks_of(module, new)
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and id(child) in replaced:
-                module._modules[name] = replaced[id(child)]
-    model = replaced.get(id(model), model)
-    setattr(model, KEPT_DENSE, kept)
     return model
 
 
@@ -97,31 +65,15 @@ def load_dense(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             setattr(model.get_submodule(layer), leaf, model.get_parameter(first))
 
 
-def _why_dense(model: nn.Module, entry: Entry) -> str | None:
-    """Why a compressed parameter is loaded dense; None if it is not."""
-    if len(entry.shape) < 2:
-        return "a vector: indices would save little"
-    for module, _ in _places(model, entry):
-        if isinstance(module, nn.RNNBase):
-            return f"{type(module).__name__} keeps its weights in a list of its own"
-        if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-            return f"{type(module).__name__}: it holds parameters only"
-        if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            return "Embedding with max_norm writes to its weight"
-    return None
-
-
-def _places(model: nn.Module, entry: Entry) -> Iterator[tuple[nn.Module, str]]:
-    for name in (entry.name, *entry.aliases):
-        layer, _, leaf = name.rpartition(".")
-        yield model.get_submodule(layer), leaf
+def _keeps_dense(module: nn.Module) -> bool:
+    """Whether a module has its parameters in a list of its own, or writes to them."""
+    lists = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
+    return isinstance(module, lists) or (isinstance(module, nn.Embedding) and module.max_norm is not None)
 
 
 def _indexed(coded: Coded, parameter: Tensor) -> IndexedWeight:
     """Indices and palettes on the device, in the type and in the memory format of the parameter."""
     _, indices, books, axis = coded
-    if all(book is books[0] for book in books):
-        books = books[:1]
     cut = indices.view(indices.shape or (1,)).tensor_split(len(books), axis)
     parts = [_used(book, part) for book, part in zip(books, cut, strict=True)]
     size = max(palette.numel() for palette, _ in parts)
@@ -134,50 +86,7 @@ def _indexed(coded: Coded, parameter: Tensor) -> IndexedWeight:
 
 
 def _used(book: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Palette and indices; only the values that occur here, where that makes indices narrower."""
-    if book.numel() <= MOST_PACKED:
-        return book, index
+    """Palette and indices, with the values only that occur here: they may need narrower indices."""
     used = torch.bincount(index.flatten(), minlength=book.numel()) > 0
-    if int(used.sum()) > MOST_PACKED and book.numel() <= 2**8:
-        return book, index
     within = used.cumsum(0, dtype=torch.int32) - 1
     return book[used], within[index.to(torch.int32)]
-
-
-def _layer(
-    module: nn.Module, leaf: str, weight: IndexedWeight, transposed: list[IndexedWeight]
-) -> nn.Module | None:
-    """The layer that replaces the module; None if there is none for it.
-
-    ``transposed`` keeps the weight with its axes exchanged, for the next layer tied to it.
-    """
-    if leaf != "weight":
-        return None
-    forward = type(module).forward
-    if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
-        return IndexedLinear(weight, module.bias)
-    if is_hf_conv1d(module) and type(module).__module__ == "transformers.pytorch_utils":
-        if not transposed:
-            turned = weight.one_per_element().t().contiguous()
-            transposed.append(IndexedWeight(turned, weight.palettes, 1 - weight.axis))
-        return IndexedLinear(transposed[0], module.get_parameter("bias"))
-    if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
-        return IndexedEmbedding(weight)
-    return None
-
-
-def _with_hooks_of(old: nn.Module, new: nn.Module) -> nn.Module:
-    """The new layer in the mode of the old one, with its forward hooks."""
-    lost = [name for name in ("_backward_hooks", "_state_dict_hooks") if getattr(old, name, None)]
-    if lost:
-        raise LayoutError(
-            f"{type(old).__name__} has {lost[0].strip('_').replace('_', ' ')}, which an indexed layer cannot "
-            "keep: remove them first"
-        )
-    # The hooks, which of them take keywords, and which are called after a failure too.
-    for name in (
-        *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    ):
-        getattr(new, name).update(getattr(old, name))
-    return new.train(old.training)

@@ -1,29 +1,22 @@
 """Layers whose weight is stored as indices and palettes.
 
-Everything they store is a buffer: ``.to(device)``, ``.to(dtype)``, ``state_dict`` and ``deepcopy`` work as
-usual, a change of type converts palettes and biases but not indices, and no optimiser finds a parameter. The
-input gets a gradient, the weight does not.
+A layer remains what it is, with its hooks. Indices and palettes are buffers: ``.to(device)``, ``.to(dtype)``,
+``state_dict`` and ``deepcopy`` work as usual, a change of type converts palettes but not indices, and no
+optimiser finds them. The input gets a gradient, the weight does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.runtime.library import (
-    FEW_INPUTS,
-    MOST_INPUTS,
-    MOST_PACKED,
-    expand,
-    indexed_conv2d,
-    indexed_linear,
-    pack,
-)
-from pwfn.runtime.reference import unpack
+from pwfn.runtime.library import MOST_PACKED, expand, indexed_conv2d, indexed_linear
+from pwfn.runtime.reference import pack, unpack
 
 
 class IndexedWeight(nn.Module):
@@ -66,11 +59,6 @@ class IndexedWeight(nn.Module):
         columns = self.packed_columns
         return self.indices if columns is None else unpack(self.indices, columns)
 
-    @property
-    def dense_bytes(self) -> int:
-        """Size of the dense tensor, in the type of the palettes."""
-        return self.shape.numel() * self.palettes.element_size()
-
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """A new dense tensor."""
         palettes = self.palettes.to(dtype or self.palettes.dtype)
@@ -83,88 +71,6 @@ class IndexedWeight(nn.Module):
         stored = f"{index} indices" if self.packed_columns is None else "two indices per byte"
         shape, number = "×".join(map(str, self.shape)), "palette" if parts == 1 else f"{parts} palettes"
         return f"{shape}, {stored}, {number} of {size} {value}"
-
-
-class IndexedLinear(nn.Module):
-    """``nn.Linear`` from indices, see :func:`pwfn.runtime.indexed_linear`.
-
-    On CUDA up to 32 inputs (4 in float32) need no dense weight. More inputs, other devices, float64, indices
-    wider than a byte and palettes for parts of the columns need one during the product.
-
-    >>> weight = IndexedWeight(torch.tensor([[0, 1, 1]], dtype=torch.uint8), torch.tensor([[0.5, 2.0]]))
-    >>> IndexedLinear(weight)(torch.tensor([[2.0, 3.0, 4.0]])).tolist()
-    [[15.0]]
-    """
-
-    bias: Tensor | None
-
-    def __init__(self, indexed: IndexedWeight, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.indexed = indexed
-        self.out_features, self.in_features = indexed.shape
-        self.register_buffer("bias", None if bias is None else bias.detach())
-
-    @property
-    def weight(self) -> Tensor:
-        """A new dense weight, for code that reads it instead of calling the layer."""
-        return self.indexed.dense()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x W^T + b``, in the type of autocast where that is enabled."""
-        _check_width(x, -1, self.in_features, "features")
-        x, palettes, bias = _of_one_type(x, self.indexed.palettes, self.bias)
-        if self.indexed.axis == 0:
-            return indexed_linear(x, self.indexed.indices, palettes, bias)
-        return F.linear(x, self.indexed.dense(palettes.dtype), bias)
-
-    @property
-    def most_inputs(self) -> int:
-        """Largest number of inputs that need no dense weight on CUDA."""
-        palettes = self.indexed.palettes
-        if self.indexed.axis or self.indexed.indices.dtype != torch.uint8 or palettes.dtype == torch.float64:
-            return 0
-        return FEW_INPUTS if palettes.dtype == torch.float32 else MOST_INPUTS
-
-    def extra_repr(self) -> str:
-        """As of ``nn.Linear``."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
-
-
-class IndexedEmbedding(nn.Module):
-    """``nn.Embedding`` from indices: only the rows asked for become dense.
-
-    >>> weight = IndexedWeight(torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), torch.tensor([[0.5, 2.0]]))
-    >>> IndexedEmbedding(weight)(torch.tensor([1, 0])).tolist()
-    [[2.0, 2.0], [0.5, 2.0]]
-    """
-
-    def __init__(self, indexed: IndexedWeight) -> None:
-        super().__init__()
-        self.indexed = indexed
-        self.num_embeddings, self.embedding_dim = indexed.shape
-
-    @property
-    def weight(self) -> Tensor:
-        """A new dense weight, for code that reads it instead of calling the layer."""
-        return self.indexed.dense()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The rows with these numbers."""
-        # Subscripts would count negative numbers from the end, and take truth values for a mask.
-        rows, palettes = F.embedding(x, self.indexed.indices), self.indexed.palettes
-        parts, size = palettes.shape
-        if (columns := self.indexed.packed_columns) is not None:
-            rows = unpack(rows.view(-1, rows.shape[-1]), columns).view(*x.shape, columns)
-        if parts == 1 or self.indexed.axis == 1:
-            return expand(rows, palettes, rows.dim() - 1)
-        part = torch.div(x * parts, self.num_embeddings, rounding_mode="floor")
-        return palettes.reshape(-1)[part.unsqueeze(-1) * size + rows.to(torch.int32)]
-
-    def extra_repr(self) -> str:
-        """As of ``nn.Embedding``."""
-        return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
 def _check_width(x: Tensor, axis: int, width: int, what: str) -> None:
@@ -184,21 +90,27 @@ def _of_one_type(x: Tensor, palettes: Tensor, bias: Tensor | None) -> tuple[Tens
     return x, palettes.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def read_as_dense(module: nn.Module, leaf: str, indexed: IndexedWeight) -> None:
+def read_from_indices(module: nn.Module, leaf: str, indexed: IndexedWeight) -> None:
     """Replace the parameter ``module.leaf`` by a property that makes the dense tensor at each access.
 
-    For modules without a layer of their own in this package: they run their own code, and the weight is dense
-    for as long as that code keeps it. ``nn.Conv2d`` computes by :func:`pwfn.runtime.indexed_conv2d` instead.
+    ``nn.Linear``, ``nn.Conv2d``, ``nn.Embedding`` and ``Conv1D`` of transformers compute from indices. All
+    others run their own code, and the weight is dense for as long as that code keeps it.
 
-    >>> layer = nn.Bilinear(1, 1, 2, bias=False)
-    >>> indices = torch.tensor([[[0]], [[1]]], dtype=torch.uint8)
-    >>> read_as_dense(layer, "weight", IndexedWeight(indices, torch.tensor([[0.5, 2.0]])))
-    >>> layer(torch.ones(1, 1), torch.ones(1, 1)).tolist(), list(layer.state_dict())
-    ([[0.5, 2.0]], ['indexed_weight.indices', 'indexed_weight.palettes'])
+    >>> layer = nn.Linear(3, 1, bias=False)
+    >>> indices = torch.tensor([[0, 1, 1]], dtype=torch.uint8)
+    >>> read_from_indices(layer, "weight", IndexedWeight(indices, torch.tensor([[0.5, 2.0]])))
+    >>> layer(torch.tensor([[2.0, 3.0, 4.0]])).tolist(), list(layer.state_dict())
+    ([[15.0]], ['indexed_weight.indices', 'indexed_weight.palettes'])
     """
+    if leaf == "weight" and _is_transposed(type(module)):
+        turned = indexed.one_per_element().t().contiguous()
+        indexed = IndexedWeight(turned, indexed.palettes, 1 - indexed.axis)
     del module._parameters[leaf]
     module.add_module(f"indexed_{leaf}", indexed)
     _add_property(module, leaf)
+    if type(module).forward in _FORWARDS.values() and (bias := module._parameters.get("bias")) is not None:
+        del module._parameters["bias"]
+        module.register_buffer("bias", bias.detach())
 
 
 def _add_property(module: nn.Module, leaf: str) -> None:
@@ -206,12 +118,28 @@ def _add_property(module: nn.Module, leaf: str) -> None:
     # It may have one already, for another parameter; pickle can name only the class that is behind it.
     made: type[nn.Module] = type(module)
     own, leaves = getattr(made, "_pwfn_dense", (made, ()))
-    content = {name: property(_reader(name)) for name in (*leaves, leaf)}
+    content = {name: property(_reader(name, _is_transposed(own))) for name in (*leaves, leaf)}
     reduce = lambda self: (_restored, (own, tuple(content)), self.__dict__)  # noqa: E731
     facts = {"__module__": own.__module__, "__reduce__": reduce, "_pwfn_dense": (own, tuple(content))}
-    if own.forward is nn.Conv2d.forward and "weight" in content:
-        facts["forward"] = _convolve
+    if "weight" in content and (own.forward in _FORWARDS or _is_transposed(own)):
+        facts["forward"] = _FORWARDS.get(own.forward, _multiply)
     module.__class__ = type(own.__name__, (own,), {**content, **facts})
+
+
+def _is_transposed(kind: type[nn.Module]) -> bool:
+    """Whether it is the linear layer of transformers, whose weight is (in, out)."""
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def _multiply(module: nn.Linear, x: Tensor) -> Tensor:
+    """``x W^T + b``, in the type of autocast where that is enabled."""
+    indexed = module.indexed_weight
+    assert isinstance(indexed, IndexedWeight)
+    _check_width(x, -1, indexed.shape[1], "features")
+    x, palettes, bias = _of_one_type(x, indexed.palettes, module.bias)
+    if indexed.axis == 0:
+        return indexed_linear(x, indexed.indices, palettes, bias)
+    return F.linear(x, indexed.dense(palettes.dtype), bias)
 
 
 def _convolve(module: nn.Conv2d, x: Tensor) -> Tensor:
@@ -225,8 +153,35 @@ def _convolve(module: nn.Conv2d, x: Tensor) -> Tensor:
     return indexed_conv2d(x, indexed.indices, palettes, bias, *geometry)
 
 
-def _reader(leaf: str) -> Callable[[nn.Module], Tensor]:
-    return lambda module: getattr(module, f"indexed_{leaf}").dense()
+def _embed(module: nn.Embedding, x: Tensor) -> Tensor:
+    """The rows with these numbers: only they become dense."""
+    indexed = module.indexed_weight
+    assert isinstance(indexed, IndexedWeight)
+    # Subscripts would count negative numbers from the end, and take truth values for a mask.
+    rows, palettes = F.embedding(x, indexed.indices), indexed.palettes
+    parts, size = palettes.shape
+    if (columns := indexed.packed_columns) is not None:
+        rows = unpack(rows.view(-1, rows.shape[-1]), columns).view(*x.shape, columns)
+    if parts == 1 or indexed.axis == 1:
+        return expand(rows, palettes, rows.dim() - 1)
+    part = torch.div(x * parts, indexed.shape[0], rounding_mode="floor")
+    return palettes.reshape(-1)[part.unsqueeze(-1) * size + rows.to(torch.int32)]
+
+
+_FORWARDS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    nn.Linear.forward: _multiply,
+    nn.Conv2d.forward: _convolve,
+    nn.Embedding.forward: _embed,
+}
+"""What computes from indices, by the forward that it replaces."""
+
+
+def _reader(leaf: str, transposed: bool) -> Callable[[nn.Module], Tensor]:
+    def dense(module: nn.Module) -> Tensor:
+        tensor: Tensor = getattr(module, f"indexed_{leaf}").dense()
+        return tensor.t() if transposed else tensor
+
+    return dense
 
 
 def _restored(own: type[nn.Module], leaves: Sequence[str]) -> nn.Module:

@@ -4,13 +4,15 @@
 Triton kernels on CUDA where Triton is installed. Only the input gets a gradient: indices have none, and
 palettes are fixed.
 
-Where palettes have at most 16 values, two neighbours along axis 1 can share a byte (:func:`pack`). The
+Where palettes have at most 16 values, two neighbours along axis 1 can share a byte (``reference.pack``). The
 operations know packed indices by the length of that axis: it is half of what the input needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,16 +22,6 @@ from torch.nn.grad import conv2d_input
 
 from pwfn.errors import WeightError
 from pwfn.runtime import reference
-from pwfn.runtime.dispatch import define
-
-SCHEMAS: dict[str, str] = {
-    "expand": "(Tensor indices, Tensor palettes, int axis, int? columns=None) -> Tensor",
-    "indexed_linear": "(Tensor x, Tensor indices, Tensor palettes, Tensor? bias) -> Tensor",
-    "indexed_conv2d": (
-        "(Tensor x, Tensor indices, Tensor palettes, Tensor? bias, int[] stride, int[] padding, "
-        "int[] dilation, int groups) -> Tensor"
-    ),
-}
 
 MOST_INPUTS = 32
 """Largest number of inputs (rows of x) for a kernel; for more, a temporary dense weight is faster."""
@@ -44,39 +36,48 @@ _INDEX_TYPES = (torch.uint8, torch.int16, torch.int32)
 _LIBRARY = torch.library.Library("pwfn", "FRAGMENT")
 
 
-def _define(name: str) -> Any:
-    return define(_LIBRARY, name, SCHEMAS[name], getattr(reference, name), "pwfn.runtime.triton")
+def define(
+    library: torch.library.Library, name: str, schema: str, reference: Callable[..., Any], kernels: str
+) -> Any:  # torch has no public name for this class
+    """Define ``torch.ops.pwfn.<name>`` and return it.
+
+    ``reference`` runs on every device. Where Triton is installed, the function ``name`` of the module
+    ``kernels`` runs on CUDA; that module, and Triton with it, is imported at the first call on a CUDA tensor.
+
+    ``torch.library.custom_op`` is not used: its Python layers add about 0.1 ms to each call that writes in
+    place, as long as the kernels themselves take.
+    """
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(kernels), name)(*args, **kwargs)
+
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, reference, "CompositeExplicitAutograd")
+    if find_spec("triton") is not None:  # does not import it
+        library.impl(name, launch, "CUDA")
+    return getattr(torch.ops.pwfn, name).default
 
 
-_expand = _define("expand")
-_indexed_linear = _define("indexed_linear")
-_indexed_conv2d = _define("indexed_conv2d")
-
-
-def _empty_weight(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = None) -> Tensor:
-    if columns is None:
-        return torch.empty_like(indices, dtype=palettes.dtype)
-    shape = (indices.shape[0], columns, *indices.shape[2:])
-    return reference.empty_in_order(indices, shape, palettes.dtype)
+def _define(function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    """The operation of a reference; ``fake`` gives an empty result, for tracing."""
+    name, schema = function.__name__, torch.library.infer_schema(function, mutates_args=())
+    operation = define(_LIBRARY, name, schema, function, "pwfn.runtime.triton")
+    torch.library.register_fake(f"pwfn::{name}", fake, lib=_LIBRARY)
+    return operation
 
 
 def _empty_output(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], indices.shape[0]))
 
 
-def _empty_image(
-    x: Tensor,
-    indices: Tensor,
-    palettes: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    columns = reference.packed_columns(indices, x.shape[-3] // groups)
-    weight = _empty_weight(indices, palettes, 0, columns)
-    return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
+def _empty_image(x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    columns = reference.packed_columns(indices, x.shape[-3] // geometry[-1])
+    return F.conv2d(x, reference.empty_weight(indices, palettes, 0, columns), bias, *geometry)
+
+
+_expand = _define(reference.expand, reference.empty_weight)
+_indexed_linear = _define(reference.indexed_linear, _empty_output)
+_indexed_conv2d = _define(reference.indexed_conv2d, _empty_image)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -102,9 +103,6 @@ def _gradient_of_conv2d(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return conv2d_input(ctx.shape, weight, grad, *ctx.more), *[None] * 7
 
 
-torch.library.register_fake("pwfn::expand", _empty_weight, lib=_LIBRARY)
-torch.library.register_fake("pwfn::indexed_linear", _empty_output, lib=_LIBRARY)
-torch.library.register_fake("pwfn::indexed_conv2d", _empty_image, lib=_LIBRARY)
 for _name, _gradient in (("indexed_linear", _gradient_of_linear), ("indexed_conv2d", _gradient_of_conv2d)):
     torch.library.register_autograd(f"pwfn::{_name}", _gradient, setup_context=_remember, lib=_LIBRARY)
 
@@ -118,32 +116,17 @@ def index_dtype(count: int) -> torch.dtype:
     return next(dtype for dtype in _INDEX_TYPES if count - 1 <= torch.iinfo(dtype).max)
 
 
-def pack(indices: Tensor) -> Tensor:
-    """Two indices below 16 in one byte: neighbours along axis 1, the first in the lower half.
-
-    >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
-    [[33, 3]]
-    """
-    if indices.dtype != torch.uint8 or indices.dim() < 2:
-        raise WeightError(
-            f"indices are {indices.dtype} with {indices.dim()} axes: packing needs uint8 and two axes"
-        )
-    return reference.pack(indices)
-
-
 def expand(indices: Tensor, palettes: Tensor, axis: int = 0, columns: int | None = None) -> Tensor:
     """The dense tensor ``palette[indices]``, in the type of the palettes.
 
     ``palettes`` is one palette, or one row for each of the equal parts into which ``axis`` is cut. With
-    ``columns`` the indices are those of :func:`pack`, and axis 1 of the result has that length.
+    ``columns`` the indices are packed, and axis 1 of the result has that length.
 
     >>> expand(torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), torch.tensor([0.5, -2.0])).tolist()
     [[0.5, -2.0], [-2.0, -2.0]]
     >>> both = torch.tensor([[0.5, -2.0], [4.0, 8.0]])
     >>> expand(torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8), both).tolist()
     [[0.5, -2.0], [8.0, 8.0]]
-    >>> expand(torch.tensor([[16, 1]], dtype=torch.uint8), torch.tensor([0.5, -2.0]), columns=3).tolist()
-    [[0.5, -2.0, -2.0]]
     """
     palettes = _checked(indices, palettes)
     parts, shape = palettes.shape[0], list(indices.shape)
@@ -211,13 +194,7 @@ def _check_packed(indices: Tensor, palettes: Tensor, columns: int) -> None:
 
 
 def _checked_with_input(
-    x: Tensor,
-    indices: Tensor,
-    palettes: Tensor,
-    bias: Tensor | None,
-    axes: int,
-    width: int | None,
-    what: str,
+    x: Tensor, indices: Tensor, palettes: Tensor, bias: Tensor | None, axes: int, width: int | None, what: str
 ) -> Tensor:
     """As :func:`_checked`, with input and bias; axis 1 of ``axes`` has ``width`` indices, or half of them."""
     palettes = _checked(indices, palettes)

@@ -8,15 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pwfn.errors import WeightError
+
 _PIECE = 2**20  # indices widened at a time: torch needs int32 for a look-up, four bytes for each byte of ours
 
 
 def pack(indices: Tensor) -> Tensor:
-    """Two neighbours along axis 1 in one byte, the first in the lower half; the memory format is kept.
+    """Two indices below 16 in one byte: neighbours along axis 1, the first in the lower half.
+
+    The memory format is kept.
 
     >>> pack(torch.tensor([[1, 2, 3]], dtype=torch.uint8)).tolist()
     [[33, 3]]
     """
+    if indices.dtype != torch.uint8 or indices.dim() < 2:
+        raise WeightError(
+            f"indices are {indices.dtype} with {indices.dim()} axes: packing needs uint8 and two axes"
+        )
     first, second = indices[:, 0::2], indices[:, 1::2]
     packed = empty_in_order(indices, first.shape, indices.dtype).copy_(first)
     packed[:, : second.shape[1]] += second << 4
@@ -24,11 +32,7 @@ def pack(indices: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int) -> Tensor:
-    """The indices that :func:`pack` was given, ``columns`` of them along axis 1.
-
-    >>> unpack(torch.tensor([[33, 3]], dtype=torch.uint8), 3).tolist()
-    [[1, 2, 3]]
-    """
+    """The indices that :func:`pack` was given, ``columns`` of them along axis 1."""
     indices = empty_in_order(packed, (packed.shape[0], columns, *packed.shape[2:]), packed.dtype)
     indices[:, 0::2] = packed & 15
     indices[:, 1::2] = packed[:, : columns // 2] >> 4
@@ -41,6 +45,13 @@ def empty_in_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Te
     return torch.empty_permuted(tuple(shape), order, dtype=dtype, device=like.device)
 
 
+def empty_weight(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = None) -> Tensor:
+    """What :func:`expand` gives, without its numbers."""
+    if columns is None:
+        return torch.empty_like(indices, dtype=palettes.dtype)
+    return empty_in_order(indices, (indices.shape[0], columns, *indices.shape[2:]), palettes.dtype)
+
+
 def expand(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = None) -> Tensor:
     """``palettes[i * parts // length][index]``, i being the place along the axis and length its length.
 
@@ -49,10 +60,7 @@ def expand(indices: Tensor, palettes: Tensor, axis: int, columns: int | None = N
     parts, size = palettes.shape
     table = palettes.reshape(-1)
     source = indices if indices.dim() else indices.view(1)
-    if columns is None:
-        out = torch.empty_like(source, dtype=palettes.dtype)
-    else:
-        out = empty_in_order(source, (source.shape[0], columns, *source.shape[2:]), palettes.dtype)
+    out = empty_weight(source, palettes, axis, columns)
     if parts > 1:
         length = out.shape[axis]
         place = torch.arange(length, device=indices.device)

@@ -75,11 +75,7 @@ class Gemv(NamedTuple):
 
 
 def mma_shape(inputs: int, rows: int, packed: bool = False) -> Mma:
-    """The fastest shape on an H200 (4096 and 14336 rows; 4096 and 14336 columns agree).
-
-    >>> mma_shape(1, 4096)
-    Mma(tiles=1, warps=16, split=16, steps=1, depth=1, x_ahead=1, early=0, groups=0)
-    """
+    """The fastest shape on an H200 (4096 and 14336 rows; 4096 and 14336 columns agree)."""
     many = rows >= _MANY_ROWS
     if inputs <= 8:
         if packed:
@@ -91,21 +87,13 @@ def mma_shape(inputs: int, rows: int, packed: bool = False) -> Mma:
 
 
 def conv2d_shape(places: int, rows: int) -> Mma:
-    """A shape for a convolution: as few groups of 8 places in a program as keep the programs few.
-
-    >>> conv2d_shape(1024, 64).groups, conv2d_shape(16, 512).groups
-    (4, 1)
-    """
+    """A shape for a convolution: as few groups of 8 places in a program as keep the programs few."""
     groups = next((g for g in (1, 2) if -(-rows // 16) * -(-places // (8 * g)) <= 160), 4)
     return Mma(1, 16 // groups, 16 // groups, 1, groups=groups)
 
 
 def gemv_shape(inputs: int, rows: int) -> Gemv:
-    """The fastest shape on an H200; the sums of each input take registers.
-
-    >>> gemv_shape(1, 14336)
-    Gemv(rows=8, warps=8, steps=2)
-    """
+    """The fastest shape on an H200; the sums of each input take registers."""
     if inputs > FEW_INPUTS:
         return Gemv(1, 16, 4)
     if rows >= _MANY_ROWS:
@@ -258,15 +246,13 @@ def indexed_conv2d(
 
 def _launch_mma(
     mma: Mma,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
     size: tuple[int, int],
     geometry: Sequence[int] = (0,) * 10,
     kernel: tuple[int, int] = (0, 0),
 ) -> None:
     """``geometry`` and ``kernel`` (channels and width) are those of a convolution."""
     _, indices, palettes, bias, _ = tensors
-    assert indices is not None
-    assert palettes is not None
     (inputs, columns), rows = size, indices.shape[0]
     if not mma.fits(inputs):
         raise WeightError(f"{mma} has no room for {inputs} inputs")

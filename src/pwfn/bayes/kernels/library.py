@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pwfn.bayes.kernels import reference
 from pwfn.errors import WeightError
-from pwfn.runtime.dispatch import define
+from pwfn.runtime.library import define
 
 P = ParamSpec("P")
 R = TypeVar("R")

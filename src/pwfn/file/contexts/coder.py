@@ -39,24 +39,20 @@ def encode(symbols: NDArray[np.uint8], shapes: Sequence[Shape], tree: Tree, zero
     symbols, grid = symbols.copy(), np.array(shapes, np.int64)
     room = np.empty(64 + len(symbols) // 2, np.uint8)
     while True:
-        model, arrays = _model(shapes, tree, zero)
+        model = _model(shapes, tree, zero)
         where = (native.address(a) for a in (symbols, room))
         size = lib.pwfn_context_encode(
             ctypes.byref(model), native.address(grid), len(shapes), *where, len(room)
         )
-        del arrays  # they lived as long as the model
         if size <= len(room):
             return room[:size].tobytes()
         room = np.empty(size, np.uint8)
 
 
 def decode(
-    stream: bytes, shapes: Sequence[Shape], tree: Tree, zero: int, *, whole: bool = True
+    stream: bytes, shapes: Sequence[Shape], tree: Tree, zero: int
 ) -> tuple[NDArray[np.uint8], list[int]]:
-    """The symbols of a stream, and the bytes that the tensors up to each one take.
-
-    A stream must end exactly there, unless more tensors follow (``whole=False``).
-    """
+    """The symbols of a stream, which ends with them, and the bytes that the tensors up to each one take."""
     count = sum(shape.size for shape in shapes)
     if len(tree.symbols) == 1:
         if stream:
@@ -67,21 +63,19 @@ def decode(
     else:
         symbols, data = np.empty(count, np.uint8), np.frombuffer(stream, np.uint8)
         grid, found = np.array(shapes, np.int64), np.empty(len(shapes), np.int64)
-        model, arrays = _model(shapes, tree, zero)
+        model = _model(shapes, tree, zero)
         where = (native.address(a) for a in (symbols, data))
         lib.pwfn_context_decode(
             ctypes.byref(model), native.address(grid), len(shapes), *where, len(data), native.address(found)
         )
-        del arrays  # they lived as long as the model
         ends = found.tolist()
-    # Beyond the last tensor that is wanted a decoder has read two words at most.
-    if ends[-1] != len(stream) if whole else ends[-1] > len(stream):
+    if ends[-1] != len(stream):
         raise FileError("the stream does not end after its last symbol")
     return symbols, ends
 
 
-def _model(shapes: Sequence[Shape], tree: Tree, zero: int) -> tuple[native.Model, list[NDArray[np.generic]]]:
-    """A model that has seen nothing, and the arrays it points to."""
+def _model(shapes: Sequence[Shape], tree: Tree, zero: int) -> native.Model:
+    """A model that has seen nothing."""
     widest = max(shape.channels for shape in shapes)
     arrays: list[NDArray[np.generic]] = [
         tree.nodes[0],
@@ -94,4 +88,6 @@ def _model(shapes: Sequence[Shape], tree: Tree, zero: int) -> tuple[native.Model
         np.empty(widest, np.int8),
         np.empty(max(shape.channels * shape.kernel for shape in shapes), np.int8),
     ]
-    return native.Model(*map(native.address, arrays), len(tree.states), zero), arrays
+    model = native.Model(*map(native.address, arrays), len(tree.states), zero)
+    model.arrays = arrays
+    return model

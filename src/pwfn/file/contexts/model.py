@@ -78,11 +78,7 @@ class Tree:
 
     @classmethod
     def read(cls, numbers: NDArray[np.int64], start: int, alphabet: int, total: int) -> tuple[Tree, int]:
-        """The tree that begins at ``start`` of a list of numbers, and where it ends.
-
-        >>> Tree.read(np.array([9, 7, 2, 1, 1, 1, 1]), 1, alphabet=5, total=7)[0].symbols
-        (1, 3)
-        """
+        """The tree that begins at ``start`` of a list of numbers, and where it ends."""
         weights, size = numbers[start : start + 2].tolist() if start + 2 <= len(numbers) else (0, 0)
         if weights != total:
             raise FileError(f"a tree is that of {weights:,} weights, its tensors have {total:,}")
