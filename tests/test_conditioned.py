@@ -545,3 +545,72 @@ def test_it_agrees_more_than_rounding_does(trained):
     wrong, wrong_rounded = (int((net(test).argmax(1) != before).sum()) for net in (result.model(), rounded))
     assert wrong_rounded > 50
     assert wrong < 0.3 * wrong_rounded
+
+
+# Networks that are only used for inference
+
+
+class NoBackward(torch.autograd.Function):
+    """Has a forward only."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """The same numbers."""
+        return x.clone()
+
+
+class InferenceOnly(nn.Module):
+    """The classifier, whose hidden activations go through a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.net, self.function = batchnorm_classifier(), function
+
+    def forward(self, x):
+        return self.net[2:](self.function(self.net[:2](x)))
+
+
+def changed_in_place(x):
+    y = x.sigmoid()
+    return y.mul_(2)  # sigmoid keeps its output for the backward
+
+
+@pytest.mark.parametrize(
+    "function",
+    [changed_in_place, NoBackward.apply, lambda x: torch.from_numpy(x.numpy().copy())],
+    ids=["in place", "no backward", "numpy"],
+)
+def test_a_network_without_gradients_needs_none(function):
+    result = pwfn.compress(InferenceOnly(function), IMAGES, IMAGES, config=FIXED)
+    assert_on_grid(result)
+    assert result.after.metric > 0.8
+    assert not result.warnings
+
+
+class InInferenceMode(nn.Sequential):
+    """The classifier, whose author knows that it is not trained."""
+
+    @torch.inference_mode()
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_inference_mode_in_the_forward_changes_nothing():
+    def no_gradients(module, args, output):  # as in inference mode, so that nothing is scaled
+        return output.detach()
+
+    plain = batchnorm_classifier()
+    inference = InInferenceMode(*copy.deepcopy(plain))
+    plain.register_forward_hook(no_gradients)
+    expected = pwfn.compress(plain, IMAGES, config=FIXED)
+    result = pwfn.compress(inference, IMAGES, config=FIXED)
+    assert result.compressed.values().equal(expected.compressed.values())
+    assert not result.warnings
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore:The .grad attribute")
+def test_a_part_in_torchscript_is_left_alone():
+    model = batchnorm_classifier()
+    model[7] = torch.jit.script(model[7])
+    result = pwfn.compress(model, IMAGES, IMAGES, config=FIXED)
+    assert result.after.metric > 0.8
