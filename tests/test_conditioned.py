@@ -547,6 +547,26 @@ def test_it_agrees_more_than_rounding_does(trained):
     assert wrong < 0.3 * wrong_rounded
 
 
+# What is read once, and what says nothing
+
+
+def test_inputs_of_a_generator_are_enough():
+    whole = pwfn.compress(batchnorm_classifier(), IMAGES.split(64), config=FIXED)
+    result = pwfn.compress(batchnorm_classifier(), (part for part in IMAGES.split(64)), config=FIXED)
+    assert result.compressed.values().equal(whole.compressed.values())
+    aimed, generator = QUICK.override({"target.bits": 3.0}), (part for part in IMAGES.split(64))
+    with pytest.raises(DataError, match="only once"):  # it is read for every try
+        pwfn.compress(batchnorm_classifier(), generator, config=aimed)
+
+
+def test_inputs_that_are_all_the_same_are_worth_a_warning():
+    images = torch.zeros(100, 4)
+    result = pwfn.compress(batchnorm_classifier(), images, config=FIXED)
+    assert sum("all 100 inputs are the same" in warning for warning in result.warnings) == 1
+    images[99, 3] = 1
+    assert not pwfn.compress(batchnorm_classifier(), images, config=FIXED).warnings
+
+
 # Networks that are only used for inference
 
 

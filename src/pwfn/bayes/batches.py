@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -68,12 +69,18 @@ class Batch:
         except BATCH_ERRORS as error:
             if is_out_of_memory(error):
                 raise self.too_large(where) from error
-            # BatchNorm on a last batch of one example.
-            alone = self.size == 1 and "more than 1 value per channel" in str(error)
-            advice = ": leave batches of one example out (drop_last=True)" if alone else ""
+            advice = ""
+            if self.size == 1 and "more than 1 value per channel" in str(error):  # BatchNorm on a last batch
+                advice = ": leave batches of one example out (drop_last=True)"
+            elif self._looks_like_one_image():
+                advice = ": if that is one image, stack images to a batch (torch.stack), or give a DataLoader"
             raise DataError(
                 f"{where}: the model cannot take inputs {self.describe()}: {cause(error)}{advice}"
             ) from error
+
+    def _looks_like_one_image(self) -> bool:
+        shapes = [x.shape for x in _tensors((self.args, self.kwargs)) if x.is_floating_point()]
+        return any(len(shape) == 3 and shape[0] in (1, 3) for shape in shapes)
 
     def too_large(self, where: str, fits: int | None = None) -> TooLargeError:
         """The error for a batch that does not fit in memory; ``fits``: the size that does, if known."""
@@ -159,7 +166,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with the function applied to every tensor; lists become tuples."""
+    """The same structure with the function applied to every tensor or array; lists become tuples."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.tensor(value)
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -292,9 +301,10 @@ class Source:
         return isinstance(self.loader, Sized) and callable(getattr(self.loader, "epoch", None))
 
     def _iterable(self) -> Iterable[Any]:
-        if not isinstance(self.loader, Iterable):
+        if not isinstance(self.loader, Iterable) or isinstance(self.loader, str):
             raise DataError(
-                f"{self.name} is a {type(self.loader).__name__}: allowed is an iterable of batches"
+                f"{self.name} is a {type(self.loader).__name__}: allowed is an iterable of batches, such as "
+                "a torch.utils.data.DataLoader"
             )
         return self.loader
 
@@ -346,7 +356,8 @@ def _apart(loader: Any) -> Any:
 
 
 def batched(loader: Iterable[Any]) -> Iterable[Any]:
-    """A loader as it is; a tensor of examples as batches of them."""
+    """A loader as it is; a tensor or an array of examples as batches of them."""
+    loader = _map(lambda tensor: tensor, loader) if isinstance(loader, np.ndarray) else loader
     return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
 
 

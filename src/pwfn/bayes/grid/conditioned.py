@@ -154,6 +154,10 @@ class ConditionedNetwork(Method):
         if count < _FEW:
             inputs = "1 input" if count == 1 else f"{count} inputs"
             self.notes += (f"the weights were fixed by only {inputs}: give some hundred, up to a thousand",)
+        if count > 1 and _alike(batches):
+            self.notes += (
+                f"all {count:,} inputs are the same: were they read, scaled or normalised wrongly?",
+            )
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -403,6 +407,17 @@ def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
     flat = scores.movedim(1, -1).flatten(0, -2)
     labels = torch.multinomial(flat.detach().softmax(-1), 1, generator=draws)
     return flat.log_softmax(-1).gather(-1, labels).sum()
+
+
+def _alike(batches: Sequence[Batch]) -> bool:
+    """Whether all inputs are the same, as images of integers that were divided by 255 are."""
+    own = [list(tensors_of((batch.args, batch.kwargs))) for batch in batches]
+    firsts = [x[:1] for x in own[0] if x.dim()]
+    return bool(firsts) and all(
+        x.shape[1:] == first.shape[1:] and bool((x == first).all())
+        for tensors in own
+        for x, first in zip((x for x in tensors if x.dim()), firsts, strict=False)
+    )
 
 
 def _output(output: Any) -> Tensor | None:
