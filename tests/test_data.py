@@ -343,6 +343,7 @@ def test_an_npz_file_becomes_normalised_channels_first_images(tmp_path: Path) ->
     [
         ({"y_test": None}, "has no y_test"),
         ({"x_train": np.zeros((6, 4, 5, 3))}, r"x_train is \(6, 4, 5, 3\) float64: allowed is N×H×W×C uint8"),
+        ({"x_train": np.zeros((6, 3, 9, 9), np.uint8)}, r"\(6, 3, 9, 9\) uint8: allowed is N×H×W×C"),
         ({"x_test": np.zeros((3, 4, 5), np.uint8)}, r"x_test is \(3, 4, 5\) uint8"),
         ({"y_train": np.zeros(5, np.int64)}, "y_train has 5 labels for 6 images"),
         ({"y_train": np.zeros((6, 1), np.int64)}, r"y_train is \(6, 1\) int64: allowed is N whole numbers"),

@@ -521,3 +521,8 @@ def test_one_tensor_can_be_read_alone(stem: str) -> None:
     whole = reader.compressed().dense_state_dict()
     for entry in reader.header.layout.entries:
         assert torch.equal(reader.tensor(entry.name), whole[entry.name])
+
+
+def test_a_folder_is_told_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"is a folder: name a file in it"):
+        load(tmp_path)

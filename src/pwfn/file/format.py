@@ -315,6 +315,8 @@ def _read(source: Readable) -> bytes:
             prefix += more
         _check_prefix(prefix)
         return prefix + source.read()
+    except IsADirectoryError as error:
+        raise FileError("is a folder: name a file in it, such as the model.pwfn of a run") from error
     except OSError as error:
         raise FileError(error.strerror or str(error)) from error
     except ValueError as error:  # a file object that is closed, a path with a null character

@@ -155,8 +155,9 @@ def fit_file(
         unseen=unseen,
         seed=seed,
     )
+    before = path.stat().st_size  # ``out`` may be the same file
     size = fitted.save(out)
-    more = size - path.stat().st_size
+    more = size - before
     sentence = f"{out}: {size:,} bytes ({more:+,}); posterior: {fitted.posterior_sentence}"
     found = fitted.tensor_sigma
     sigma = [] if found is None else found.tolist()
