@@ -73,7 +73,7 @@ def compress(
         config: the settings; those of the preset ``recommended`` unless given.
         loss_fn: a function of the model's output and the target.
         preset: the name of a preset, instead of ``config``.
-        metric: a mean over the batch to report beside the loss; accuracy for cross entropy, unless
+        metric: a mean share of 1 to report beside the loss; accuracy for cross entropy, unless
             ``distill`` is a function.
         distill: ``True``: the loss is the divergence from the original network's softmax output, so that
             unlabelled data is enough; or a function of output and original output. Scores use it too.

@@ -268,8 +268,13 @@ def squared_error(output: Any, reference: Any) -> Tensor:
 
 def _numbers(output: Any, reference: Any) -> list[tuple[Tensor, Tensor]]:
     """The tensors of two outputs that can be compared by their difference."""
-    pairs = zip(tensors_of(output), tensors_of(reference), strict=True)
-    found = [(now, z) for now, z in pairs if z.is_floating_point() and z.numel()]
+    own, wanted = list(tensors_of(output)), list(tensors_of(reference))
+    if len(own) != len(wanted):
+        raise ValueError(
+            f"the output has {len(own)} tensors and the original's {len(wanted)}: a network that returns "
+            "more in training mode cannot be compared"
+        )
+    found = [(now, z) for now, z in zip(own, wanted, strict=True) if z.is_floating_point() and z.numel()]
     if not found:
         raise ValueError("no output is a tensor of floating-point numbers, which could be compared")
     return found
