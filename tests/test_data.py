@@ -604,6 +604,15 @@ def test_the_users_function_makes_the_loaders(tmp_path: Path) -> None:
     assert sorted(t for part in parts for t in targets_of(part.test)) == list(range(12))
 
 
+def test_tensors_of_the_users_function_are_cut_into_batches(tmp_path: Path) -> None:
+    text = "import torch\ndef pair():\n    return torch.arange(70.0).view(70, 1), torch.ones(3, 1)\n"
+    (tmp_path / "mine.py").write_text(text)
+    opened = open_source(f"python:{tmp_path / 'mine.py'}:pair")
+    assert [tuple(batch.shape) for batch in opened.train] == [(64, 1), (6, 1)]
+    assert torch.cat(list(opened.train)).flatten().tolist() == list(range(70))
+    assert len(opened.test) == 1
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
