@@ -233,6 +233,14 @@ def test_arrays_are_tensors() -> None:
     assert batch.kwargs["x"].equal(torch.arange(6.0).view(3, 2))
     assert batch.target.equal(torch.tensor([1, 0, 2]))
     assert isinstance(batch.kwargs["names"], np.ndarray)
+    pair = batched([pixels, np.array([1, 0, 2])])
+    assert [(x.tolist(), y.tolist()) for x, y in pair] == [(pixels.tolist(), [1, 0, 2])]
+    for loader in (
+        [torch.zeros(3, 2)] * 2,
+        [torch.zeros(3), torch.zeros(3)],
+        [(torch.zeros(3, 2), torch.zeros(3))],
+    ):
+        assert batched(loader) is loader
     whole = list(batched(np.zeros((70, 2))))
     assert [each.shape for each in whole] == [(64, 2), (6, 2)]
 

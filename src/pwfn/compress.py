@@ -67,8 +67,8 @@ def compress(
     Args:
         model: any eager model with convolution or linear layers; it is not changed.
         train_loader: batches ``(input, …, target)``, mappings with ``labels`` or ``target``, or inputs
-            alone with ``distill`` or ``preset="quick"``; iterated again for every epoch. A tensor of inputs
-            is cut into batches.
+            alone with ``distill`` or ``preset="quick"``; iterated again for every epoch. A tensor of inputs,
+            or a pair of inputs and labels, is cut into batches.
         val_loader: scored after every round; by agreement with the original network if it has no labels.
         config: the settings; those of the preset ``recommended`` unless given.
         loss_fn: a function of the model's output and the target.

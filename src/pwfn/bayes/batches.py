@@ -167,13 +167,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same structure with the function applied to every tensor or array; lists become tuples."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.tensor(value)
+    value = _tensor(value)
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return {key: _map(function, item) for key, item in value.items()}
     return tuple(_map(function, item) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def _tensor(value: Any) -> Any:
+    """An array of numbers as a tensor, which is a copy: arrays may be read-only; else the value."""
+    return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
 
 
 def gathered(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
@@ -356,9 +360,22 @@ def _apart(loader: Any) -> Any:
 
 
 def batched(loader: Iterable[Any]) -> Iterable[Any]:
-    """A loader as it is; a tensor or an array of examples as batches of them."""
-    loader = _map(lambda tensor: tensor, loader) if isinstance(loader, np.ndarray) else loader
+    """A loader as it is; a tensor or an array of examples, or a pair of examples and labels, as batches.
+
+    >>> [len(labels) for _, labels in batched((torch.zeros(70, 3), torch.zeros(70)))]
+    [64, 6]
+    """
+    if isinstance(loader, (tuple, list)) and _is_pair(*loader[:3]):
+        return list(zip(*(_tensor(each).split(_TENSOR_BATCH) for each in loader), strict=True))
+    loader = _tensor(loader)
     return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
+
+
+def _is_pair(*parts: Any) -> bool:
+    """Whether these are examples and one number for each, and so cannot be two batches."""
+    if len(parts) != 2 or not all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
+        return False
+    return parts[0].ndim > 1 == parts[1].ndim and len(parts[0]) == len(parts[1])
 
 
 def device_of(model: nn.Module) -> torch.device:
