@@ -634,3 +634,22 @@ def test_a_part_in_torchscript_is_left_alone():
     model[7] = torch.jit.script(model[7])
     result = pwfn.compress(model, IMAGES, IMAGES, config=FIXED)
     assert result.after.metric > 0.8
+
+
+class AlwaysDropout(nn.Module):
+    """Drops activations in evaluation mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x).relu(), 0.5, training=True))
+
+
+def test_a_network_that_draws_random_numbers_is_compared_with_the_same_ones():
+    result = pwfn.compress(AlwaysDropout(), IMAGES, preset="quick")
+    assert not result.warnings  # noise of its own would look like an error of the weights, at any step
+    assert result.summary.whole.unique < 60
+    assert content(result) == content(pwfn.compress(AlwaysDropout(), IMAGES, preset="quick"))

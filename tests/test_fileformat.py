@@ -526,3 +526,15 @@ def test_one_tensor_can_be_read_alone(stem: str) -> None:
 def test_a_folder_is_told_to_be_one(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"is a folder: name a file in it"):
         load(tmp_path)
+
+
+def test_the_default_device_of_the_caller_does_not_matter(tmp_path: Path) -> None:
+    layout = Layout.of(nn.Linear(4, 3))
+    small = Compressed.of(layout, torch.arange(15.0) % 4, None, {})
+    small.save(tmp_path / "small.pwfn")
+    expected = small.apply_to(nn.Linear(4, 3))
+    for weights in ("dense", "indices"):
+        model = nn.Linear(4, 3)
+        with torch.device("meta"):
+            loaded = load(tmp_path / "small.pwfn").apply_to(model, weights=weights)
+        assert loaded(torch.eye(4)).equal(expected(torch.eye(4)))

@@ -61,7 +61,8 @@ def load(source: Readable) -> Compressed:
     >>> load(file).values().tolist()
     [0.5, -0.25]
     """
-    return Reader(source).compressed()
+    with torch.device("cpu"):  # whatever the caller's default device
+        return Reader(source).compressed()
 
 
 def loads(data: bytes) -> Compressed:

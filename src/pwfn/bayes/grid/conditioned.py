@@ -293,8 +293,9 @@ class ConditionedNetwork(Method):
         error = torch.zeros((), dtype=torch.float64, device=self.device)
         spread = _Spread()
         for batch in batches:
-            before = _output(batch.through(original, "conditioning"))
-            now = _output(batch.through(model, "conditioning"))
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                before = _output(batch.through(original, "conditioning"))
+            now = _output(batch.through(model, "conditioning"))  # the same numbers, if it draws any
             if before is None or now is None:
                 raise DataError(
                     "the network's output has no tensor of real numbers to compare networks by: "
@@ -411,13 +412,9 @@ def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
 
 def _alike(batches: Sequence[Batch]) -> bool:
     """Whether all inputs are the same, as images of integers that were divided by 255 are."""
-    own = [list(tensors_of((batch.args, batch.kwargs))) for batch in batches]
-    firsts = [x[:1] for x in own[0] if x.dim()]
-    return bool(firsts) and all(
-        x.shape[1:] == first.shape[1:] and bool((x == first).all())
-        for tensors in own
-        for x, first in zip((x for x in tensors if x.dim()), firsts, strict=False)
-    )
+    own = [[x for x in tensors_of((b.args, b.kwargs)) if x.dim()] for b in batches]
+    pairs = [(x, first[:1]) for tensors in own for x, first in zip(tensors, own[0], strict=False)]
+    return bool(pairs) and all(x.shape[1:] == y.shape[1:] and bool((x == y).all()) for x, y in pairs)
 
 
 def _output(output: Any) -> Tensor | None:
