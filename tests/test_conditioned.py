@@ -653,3 +653,11 @@ def test_a_network_that_draws_random_numbers_is_compared_with_the_same_ones():
     assert not result.warnings  # noise of its own would look like an error of the weights, at any step
     assert result.summary.whole.unique < 60
     assert content(result) == content(pwfn.compress(AlwaysDropout(), IMAGES, preset="quick"))
+
+
+def test_inputs_of_a_scale_that_the_network_does_not_know_are_worth_a_warning():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    assert not pwfn.compress(model, IMAGES, preset="quick").warnings
+    result = pwfn.compress(model, 1e-4 * IMAGES, preset="quick")  # the outputs hardly differ
+    assert any("scaled wrongly" in warning for warning in result.warnings)

@@ -43,6 +43,7 @@ _TRIED = 512  # images for a try: enough to choose a step with
 _POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _FEW = 64  # fewer inputs are worth a warning
+_MANY_BITS = 9.0  # sound networks take 2 to 5 bits, and tiny ones up to 7
 _ALIKE = 1e-12  # a variance so small, relative to the square, is rounding
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
@@ -152,12 +153,14 @@ class ConditionedNetwork(Method):
                 self.notes, model = self._conditioned(self.grid_step, batches)
         count = sum(batch.size for batch in batches)
         if count < _FEW:
-            inputs = "1 input" if count == 1 else f"{count} inputs"
-            self.notes += (f"the weights were fixed by only {inputs}: give some hundred, up to a thousand",)
+            few = "1 input" if count == 1 else f"{count} inputs"
+            self.notes += (f"the weights were fixed by only {few}: give some hundred, up to a thousand",)
         if count > 1 and _alike(batches):
             self.notes += (
                 f"all {count:,} inputs are the same: were they read, scaled or normalised wrongly?",
             )
+        if searches and (bits := _bits(self.layout, self.layout.gather(model))) > _MANY_BITS:
+            self.notes += (f"the outputs need {bits:.1f} bits per weight: are the inputs scaled wrongly?",)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
