@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pwfn.bayes.batches import Batch, Source
+from pwfn.bayes.batches import Batch, Source, batched
 from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, LayoutError
 
@@ -223,3 +224,30 @@ def test_the_first_examples_of_a_batch_in_any_form() -> None:
     assert batch.kwargs["b"][1].shape == (5,)  # not one for each example
     assert batch.kwargs["c"] == 7
     assert torch.equal(batch.target, y[:2])
+
+
+def test_arrays_are_tensors() -> None:
+    pixels = np.arange(6, dtype=np.float32).reshape(3, 2)
+    pixels.flags.writeable = False  # as those of Hugging Face's data sets are
+    batch = Batch.of({"x": pixels, "labels": np.array([1, 0, 2]), "names": np.array(["a", "b", "c"])}, CPU)
+    assert batch.kwargs["x"].equal(torch.arange(6.0).view(3, 2))
+    assert batch.target.equal(torch.tensor([1, 0, 2]))
+    assert isinstance(batch.kwargs["names"], np.ndarray)
+    pair = batched([pixels, np.array([1, 0, 2])])
+    assert [(x.tolist(), y.tolist()) for x, y in pair] == [(pixels.tolist(), [1, 0, 2])]
+    for loader in (
+        [torch.zeros(3, 2)] * 2,
+        [torch.zeros(3), torch.zeros(3)],
+        [(torch.zeros(3, 2), torch.zeros(3))],
+    ):
+        assert batched(loader) is loader
+    whole = list(batched(np.zeros((70, 2))))
+    assert [each.shape for each in whole] == [(64, 2), (6, 2)]
+
+
+def test_images_that_are_no_batch_are_told_what_to_do() -> None:
+    model, image = nn.BatchNorm2d(3), torch.zeros(3, 5, 5)
+    with pytest.raises(DataError, match=r"torch\.stack"):
+        Batch.of(image, CPU).through(model, "here")
+    with pytest.raises(DataError, match="DataLoader"):
+        next(source(TensorDataset(image)).batches())  # type: ignore[arg-type]

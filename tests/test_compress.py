@@ -1141,7 +1141,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[PwfnError], list[str]]] = {
     "model without numbers": (
         lambda: attempt(nn.Linear(4, 2, device="meta")),
         ConfigError,
-        ["device 'meta' cannot be used"],
+        ["device 'meta' cannot be used", "load the model's weights first"],
     ),
     "config as a table": (
         lambda: attempt(config={}),

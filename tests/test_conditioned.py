@@ -545,3 +545,119 @@ def test_it_agrees_more_than_rounding_does(trained):
     wrong, wrong_rounded = (int((net(test).argmax(1) != before).sum()) for net in (result.model(), rounded))
     assert wrong_rounded > 50
     assert wrong < 0.3 * wrong_rounded
+
+
+# What is read once, and what says nothing
+
+
+def test_inputs_of_a_generator_are_enough():
+    whole = pwfn.compress(batchnorm_classifier(), IMAGES.split(64), config=FIXED)
+    result = pwfn.compress(batchnorm_classifier(), (part for part in IMAGES.split(64)), config=FIXED)
+    assert result.compressed.values().equal(whole.compressed.values())
+    aimed, generator = QUICK.override({"target.bits": 3.0}), (part for part in IMAGES.split(64))
+    with pytest.raises(DataError, match="only once"):  # it is read for every try
+        pwfn.compress(batchnorm_classifier(), generator, config=aimed)
+
+
+def test_inputs_that_are_all_the_same_are_worth_a_warning():
+    images = torch.zeros(100, 4)
+    result = pwfn.compress(batchnorm_classifier(), images, config=FIXED)
+    assert sum("all 100 inputs are the same" in warning for warning in result.warnings) == 1
+    images[99, 3] = 1
+    assert not pwfn.compress(batchnorm_classifier(), images, config=FIXED).warnings
+
+
+# Networks that are only used for inference
+
+
+class NoBackward(torch.autograd.Function):
+    """Has a forward only."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """The same numbers."""
+        return x.clone()
+
+
+class InferenceOnly(nn.Module):
+    """The classifier, whose hidden activations go through a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.net, self.function = batchnorm_classifier(), function
+
+    def forward(self, x):
+        return self.net[2:](self.function(self.net[:2](x)))
+
+
+def changed_in_place(x):
+    y = x.sigmoid()
+    return y.mul_(2)  # sigmoid keeps its output for the backward
+
+
+@pytest.mark.parametrize(
+    "function",
+    [changed_in_place, NoBackward.apply, lambda x: torch.from_numpy(x.numpy().copy())],
+    ids=["in place", "no backward", "numpy"],
+)
+def test_a_network_without_gradients_needs_none(function):
+    result = pwfn.compress(InferenceOnly(function), IMAGES, IMAGES, config=FIXED)
+    assert_on_grid(result)
+    assert result.after.metric > 0.8
+    assert not result.warnings
+
+
+class InInferenceMode(nn.Sequential):
+    """The classifier, whose author knows that it is not trained."""
+
+    @torch.inference_mode()
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_inference_mode_in_the_forward_changes_nothing():
+    def no_gradients(module, args, output):  # as in inference mode, so that nothing is scaled
+        return output.detach()
+
+    plain = batchnorm_classifier()
+    inference = InInferenceMode(*copy.deepcopy(plain))
+    plain.register_forward_hook(no_gradients)
+    expected = pwfn.compress(plain, IMAGES, config=FIXED)
+    result = pwfn.compress(inference, IMAGES, config=FIXED)
+    assert result.compressed.values().equal(expected.compressed.values())
+    assert not result.warnings
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore:The .grad attribute")
+def test_a_part_in_torchscript_is_left_alone():
+    model = batchnorm_classifier()
+    model[7] = torch.jit.script(model[7])
+    result = pwfn.compress(model, IMAGES, IMAGES, config=FIXED)
+    assert result.after.metric > 0.8
+
+
+class AlwaysDropout(nn.Module):
+    """Drops activations in evaluation mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x).relu(), 0.5, training=True))
+
+
+def test_a_network_that_draws_random_numbers_is_compared_with_the_same_ones():
+    result = pwfn.compress(AlwaysDropout(), IMAGES, preset="quick")
+    assert not result.warnings  # noise of its own would look like an error of the weights, at any step
+    assert result.summary.whole.unique < 60
+    assert content(result) == content(pwfn.compress(AlwaysDropout(), IMAGES, preset="quick"))
+
+
+def test_inputs_of_a_scale_that_the_network_does_not_know_are_worth_a_warning():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    assert not pwfn.compress(model, IMAGES, preset="quick").warnings
+    result = pwfn.compress(model, 1e-4 * IMAGES, preset="quick")  # the outputs hardly differ
+    assert any("scaled wrongly" in warning for warning in result.warnings)

@@ -332,3 +332,15 @@ def test_curves_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(PwfnError, match=r"pip install 'pwfn\[tensorboard\]'$"):
         TensorBoard(tmp_path)
+
+
+def test_a_round_without_training_says_nothing_of_the_time_left() -> None:
+    """The next layer-by-layer pass may be the last one or not be needed."""
+    console, clock = log(), Clock()
+    with ConsoleView(console, clock) as view:
+        view.begin("a network")
+        for layer in range(10):
+            clock.now += 1
+            view.step(StepEvent.at_layer(layer, 20, 1))
+        view.round(done(1, loss=None))
+    assert "left" not in written(console)

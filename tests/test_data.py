@@ -344,6 +344,7 @@ def test_an_npz_file_becomes_normalised_channels_first_images(tmp_path: Path) ->
     [
         ({"y_test": None}, "has no y_test"),
         ({"x_train": np.zeros((6, 4, 5, 3))}, r"x_train is \(6, 4, 5, 3\) float64: allowed is N×H×W×C uint8"),
+        ({"x_train": np.zeros((6, 3, 9, 9), np.uint8)}, r"\(6, 3, 9, 9\) uint8: allowed is N×H×W×C"),
         ({"x_test": np.zeros((3, 4, 5), np.uint8)}, r"x_test is \(3, 4, 5\) uint8"),
         ({"y_train": np.zeros(5, np.int64)}, "y_train has 5 labels for 6 images"),
         ({"y_train": np.zeros((6, 1), np.int64)}, r"y_train is \(6, 1\) int64: allowed is N whole numbers"),
@@ -602,6 +603,15 @@ def test_the_users_function_makes_the_loaders(tmp_path: Path) -> None:
     assert [len(part.train) for part in parts] == [1, 1, 1]
     assert isinstance(open_source(make_python(tmp_path, "counting")).train, Repeated)
     assert sorted(t for part in parts for t in targets_of(part.test)) == list(range(12))
+
+
+def test_tensors_of_the_users_function_are_cut_into_batches(tmp_path: Path) -> None:
+    text = "import torch\ndef pair():\n    return torch.arange(70.0).view(70, 1), torch.ones(3, 1)\n"
+    (tmp_path / "mine.py").write_text(text)
+    opened = open_source(f"python:{tmp_path / 'mine.py'}:pair")
+    assert [tuple(batch.shape) for batch in opened.train] == [(64, 1), (6, 1)]
+    assert torch.cat(list(opened.train)).flatten().tolist() == list(range(70))
+    assert len(opened.test) == 1
 
 
 @pytest.mark.parametrize(

@@ -474,7 +474,7 @@ def test_the_fault_names_its_field_and_the_file(tmp_path: Path) -> None:
     refused(parts.sealed(), r"tensors\[3\]\.groups is 1\.5: a whole number from 0 to 2\^48 is needed$")
     path = tmp_path / "net.pwfn"
     path.write_bytes(parts.sealed())
-    for place, message in ((path, "the header"), (tmp_path / "none", "No such file"), (tmp_path, "Is a dir")):
+    for place, message in ((path, "the header"), (tmp_path / "none", "No such file"), (tmp_path, "is a folder")):
         with pytest.raises(FileError, match=f"^{re.escape(str(place))}: {message}"):
             load(place)
 
@@ -524,3 +524,20 @@ def test_fields_that_are_not_known_are_ignored() -> None:
     parts.header["later"] = {"a": 1}
     parts.header["tensors"][0]["later"] = 1
     assert same(loads(parts.sealed()).dense_state_dict(), compressed.dense_state_dict())
+
+
+def test_a_folder_is_told_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"is a folder: name a file in it"):
+        load(tmp_path)
+
+
+def test_the_default_device_of_the_caller_does_not_matter(tmp_path: Path) -> None:
+    layout = Layout.of(nn.Linear(4, 3))
+    small = Compressed.of(layout, torch.arange(15.0) % 4, None, {})
+    small.save(tmp_path / "small.pwfn")
+    expected = small.apply_to(nn.Linear(4, 3))
+    for weights in ("dense", "indices"):
+        model = nn.Linear(4, 3)
+        with torch.device("meta"):
+            loaded = load(tmp_path / "small.pwfn").apply_to(model, weights=weights)
+        assert loaded(torch.eye(4)).equal(expected(torch.eye(4)))

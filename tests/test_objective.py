@@ -11,7 +11,7 @@ from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional as F
 
 from pwfn.bayes.batches import Batch
-from pwfn.bayes.objective import Objective, divergence
+from pwfn.bayes.objective import Objective, divergence, relative_square
 from pwfn.errors import DataError
 
 CPU = torch.device("cpu")
@@ -62,3 +62,8 @@ def test_divergence_is_zero_for_equal_distributions_and_never_negative(
     assert divergence(x, x).item() == 0
     assert abs(divergence(x + shift, x).item()) < 1e-5  # softmax does not see a shift
     assert divergence(x.flip(1) * 2, x).item() > -1e-6
+
+
+def test_more_outputs_in_training_mode_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="more in training mode"):
+        relative_square((torch.ones(2), torch.ones(2)), torch.ones(2))

@@ -372,6 +372,8 @@ def test_a_file_gets_a_posterior_by_command(tmp_path: Path, call: Any) -> None:
     assert call(*words, "--out", str(tmp_path / "again.pwfn"))[0] == 0
     assert (tmp_path / "again.pwfn").read_bytes() == new.read_bytes()
     assert "posterior: tensor" in call("inspect", str(new), "--no-zstd")[1]
+    grown = new.stat().st_size - old.stat().st_size
+    assert f"(+{grown})" in call(*words, "--out", str(old))[1]  # it replaces the file that it reads
 
 
 def test_a_likelihood_is_one_number_for_each_example() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import pwfn
 from pwfn.bayes.batches import Source
 from pwfn.bayes.objective import Objective, divergence
-from pwfn.config import Precision
+from pwfn.config import Config, Precision
 from pwfn.errors import DataError
 from pwfn.evaluate.score import Scores, accuracy, mean_scores
 
@@ -159,3 +159,52 @@ def test_the_public_function_takes_a_plain_model_and_loader() -> None:
     error = pwfn.evaluate(model, [(x, torch.zeros(12, 3))], F.mse_loss)
     assert error.metric is None
     assert error.loss == pytest.approx(model(x).square().mean().item(), rel=1e-6)
+
+
+def test_labels_that_the_loss_leaves_out_do_not_count() -> None:
+    """Segmentation marks pixels of no class with 255, say; a batch may have nothing else."""
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Conv2d(2, 3, 1).double(),
+        torch.randn(7, 2, 4, 4).double(),
+        torch.randint(0, 3, (7, 4, 4)),
+    )
+    for ignored in (-100, 255, 0):
+        loss_fn, labels = nn.CrossEntropyLoss(ignore_index=ignored), y.clone()
+        labels[:2], labels[2, 1:], labels[5, 3] = ignored, ignored, ignored
+        valid = labels != ignored
+        right = (model(x).argmax(1) == labels)[valid].double().mean()
+        for size in (1, 2, 7):
+            found = pwfn.evaluate(model, list(zip(x.split(size), labels.split(size), strict=True)), loss_fn)
+            assert found.metric == pytest.approx(float(right), rel=1e-12)
+            assert found.loss == pytest.approx(loss_fn(model(x), labels).item(), rel=1e-12)
+            assert found.examples == 7
+    with pytest.raises(DataError, match="every label"):
+        pwfn.evaluate(model, [(x, torch.full_like(y, -100))])
+
+
+def test_a_run_with_labels_left_out_is_scored_and_gets_a_posterior() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(64, 2, 4, 4)
+    labels = (images[:, 0] > 0).long()
+    labels[:, 0] = 255
+    model = nn.Sequential(nn.Conv2d(2, 8, 1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    data = list(zip(images.split(8), labels.split(8), strict=True))
+    config = Config.preset("small").override({"schedule.epochs_per_round": 1.0})
+    result = pwfn.compress(model, data, data, config, nn.CrossEntropyLoss(ignore_index=255))
+    assert result.after is not None
+    predicted = result.model()(images).argmax(1)
+    assert result.after.metric == pytest.approx(float((predicted == labels)[labels != 255].double().mean()))
+    assert result.compressed.sigma_codes is not None
+    assert not any("posterior" in sentence for sentence in result.warnings)
+
+
+def test_a_tensor_is_cut_into_batches_and_a_file_is_no_model() -> None:
+    torch.manual_seed(0)
+    model, images = (
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(-3), nn.Linear(12, 2)),
+        torch.randn(70, 1, 4, 4),
+    )
+    assert pwfn.evaluate(model, images, original=model).metric == 1.0
+    with pytest.raises(DataError, match=r"apply_to\(model\)"):
+        pwfn.evaluate("model.pwfn", images)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from malformed import case
+from safetensors import SafetensorError
 
 from pwfn import FileError
 from pwfn.file.format import load
@@ -187,3 +188,13 @@ def test_other_errors_pass_through_and_leave_nothing(error: type[BaseException],
         interrupted()
     assert target.read_bytes() == OLD
     assert os.listdir(target.parent) == ["net.pwfn"]
+
+
+def test_an_error_of_safetensors_is_one_of_writing(tmp_path: Path) -> None:
+    target = tmp_path / "weights.safetensors"
+    with (
+        pytest.raises(FileError, match=r"weights.safetensors: cannot be written: I/O error"),
+        replacing(target),
+    ):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    assert not list(tmp_path.iterdir())

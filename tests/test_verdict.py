@@ -71,6 +71,7 @@ def scored(metric: float | None, examples: int = 10_000, loss: float = 0.3, **an
         (scored(None), scored(None, confidence=0.12), True),
         (scored(None, confidence=0.2), scored(None, confidence=0.12), False),  # it was never sure
         (scored(0.92), scored(0.92, confidence=0.12), False),  # right, if not sure
+        (scored(92.2), scored(91.9), False),  # in percent
     ],
 )
 def test_a_result_is_ruined_by_what_it_lost(before: Scores | None, after: Scores | None, bad: bool) -> None:
@@ -123,6 +124,7 @@ def test_the_published_results_are_sound() -> None:
         (scored(None), False),
         (scored(0.9, loss=math.nan), True),
         (Scores(0.3, 0.01, 1000), False),  # a metric of the user
+        (Scores(0.3, 92.2, 1000), True),  # in percent
         (None, False),
     ],
 )

@@ -67,14 +67,13 @@ def compress(
     Args:
         model: any eager model with convolution or linear layers; it is not changed.
         train_loader: batches ``(input, …, target)``, mappings with ``labels`` or ``target``, or inputs
-            alone with ``distill`` or ``preset="quick"``; iterated again for every epoch. A tensor of inputs
-            is cut into batches.
-        val_loader: where given, every round is scored on it; by agreement with the original network where
-            it has no labels.
+            alone with ``distill`` or ``preset="quick"``; iterated again for every epoch. A tensor of inputs,
+            or a pair of inputs and labels, is cut into batches.
+        val_loader: scored after every round; by agreement with the original network if it has no labels.
         config: the settings; those of the preset ``recommended`` unless given.
         loss_fn: a function of the model's output and the target.
         preset: the name of a preset, instead of ``config``.
-        metric: a mean over the batch to report beside the loss; accuracy for cross entropy, unless
+        metric: a mean share of 1 to report beside the loss; accuracy for cross entropy, unless
             ``distill`` is a function.
         distill: ``True``: the loss is the divergence from the original network's softmax output, so that
             unlabelled data is enough; or a function of output and original output. Scores use it too.
@@ -155,7 +154,9 @@ class Run:
         check_target(config.target, self.val is not None and self.metric is not None)
         if config.training.compile:
             self.net.compiled, self.objective = self.objective.compiled(self.net.model)
-        self.batches_per_epoch = self.train.steps_per_epoch(config.training)
+        data = self.train.repeatable() if self.searches else self.train  # every try reads it again
+        trains = any(phase.epochs for phase in self.phases) or config.finish.takes_steps
+        self.batches_per_epoch = data.steps_per_epoch(config.training) if trains else 1
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)
         if progress.scaler:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -68,12 +69,18 @@ class Batch:
         except BATCH_ERRORS as error:
             if is_out_of_memory(error):
                 raise self.too_large(where) from error
-            # BatchNorm on a last batch of one example.
-            alone = self.size == 1 and "more than 1 value per channel" in str(error)
-            advice = ": leave batches of one example out (drop_last=True)" if alone else ""
+            advice = ""
+            if self.size == 1 and "more than 1 value per channel" in str(error):  # BatchNorm on a last batch
+                advice = ": leave batches of one example out (drop_last=True)"
+            elif self._looks_like_one_image():
+                advice = ": if that is one image, stack images to a batch (torch.stack), or give a DataLoader"
             raise DataError(
                 f"{where}: the model cannot take inputs {self.describe()}: {cause(error)}{advice}"
             ) from error
+
+    def _looks_like_one_image(self) -> bool:
+        shapes = [x.shape for x in _tensors((self.args, self.kwargs)) if x.is_floating_point()]
+        return any(len(shape) == 3 and shape[0] in (1, 3) for shape in shapes)
 
     def too_large(self, where: str, fits: int | None = None) -> TooLargeError:
         """The error for a batch that does not fit in memory; ``fits``: the size that does, if known."""
@@ -159,12 +166,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with the function applied to every tensor; lists become tuples."""
+    """The same structure with the function applied to every tensor or array; lists become tuples."""
+    value = _tensor(value)
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return {key: _map(function, item) for key, item in value.items()}
     return tuple(_map(function, item) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def _tensor(value: Any) -> Any:
+    """An array of numbers as a tensor, which is a copy: arrays may be read-only; else the value."""
+    return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
 
 
 def gathered(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
@@ -292,9 +305,10 @@ class Source:
         return isinstance(self.loader, Sized) and callable(getattr(self.loader, "epoch", None))
 
     def _iterable(self) -> Iterable[Any]:
-        if not isinstance(self.loader, Iterable):
+        if not isinstance(self.loader, Iterable) or isinstance(self.loader, str):
             raise DataError(
-                f"{self.name} is a {type(self.loader).__name__}: allowed is an iterable of batches"
+                f"{self.name} is a {type(self.loader).__name__}: allowed is an iterable of batches, such as "
+                "a torch.utils.data.DataLoader"
             )
         return self.loader
 
@@ -346,8 +360,22 @@ def _apart(loader: Any) -> Any:
 
 
 def batched(loader: Iterable[Any]) -> Iterable[Any]:
-    """A loader as it is; a tensor of examples as batches of them."""
+    """A loader as it is; a tensor or an array of examples, or a pair of examples and labels, as batches.
+
+    >>> [len(labels) for _, labels in batched((torch.zeros(70, 3), torch.zeros(70)))]
+    [64, 6]
+    """
+    if isinstance(loader, (tuple, list)) and _is_pair(*loader[:3]):
+        return list(zip(*(_tensor(each).split(_TENSOR_BATCH) for each in loader), strict=True))
+    loader = _tensor(loader)
     return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
+
+
+def _is_pair(*parts: Any) -> bool:
+    """Whether these are examples and one number for each, and so cannot be two batches."""
+    if len(parts) != 2 or not all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
+        return False
+    return parts[0].ndim > 1 == parts[1].ndim and len(parts[0]) == len(parts[1])
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -326,6 +326,8 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def _why(device: torch.device | str) -> str:
+    if str(device) == "meta":
+        return "it has no numbers: load the model's weights first"
     if not str(device).startswith("cuda"):
         return "torch does not know it, or cannot reach it"
     count = torch.cuda.device_count()

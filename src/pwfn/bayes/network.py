@@ -328,7 +328,8 @@ def hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise LayoutError(
             f"{type(model).__name__} cannot be copied ({error}): remove what copy.deepcopy cannot "
-            "take, such as open files, locks or tensors that are part of a graph"
+            "take, such as open files, locks, tensors that are part of a graph, or weights computed from "
+            "others (torch.nn.utils.prune.remove, remove_weight_norm)"
         ) from error
     for entry in layout.entries:
         for name in (entry.name, *entry.aliases):

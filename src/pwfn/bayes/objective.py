@@ -114,6 +114,21 @@ class Objective:
                 "outputs: use a network with more outputs, or other data"
             )
 
+    def labels(self, target: Any) -> Any:
+        """The target with -100, the usual number, for the label that the cross entropy leaves out.
+
+        >>> Objective(nn.CrossEntropyLoss(ignore_index=255)).labels(torch.tensor([1, 255])).tolist()
+        [1, -100]
+        """
+        if self._ignored in (None, -100) or not isinstance(target, Tensor) or target.is_floating_point():
+            return target
+        return target.long().masked_fill(target == self._ignored, -100)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the loss is a mean over the labels that are not left out."""
+        return self._ignored is not None
+
     @property
     def _ignored(self) -> int | None:
         """The label that a cross entropy leaves out; None for another loss."""
@@ -205,6 +220,17 @@ def accuracy(output: Any, target: Any) -> Tensor:
     return (predicted == target).sum().double() / (target != -100).sum()
 
 
+def labelled_share(target: Any) -> Tensor | float:
+    """The share of labels that are not -100, which accuracy and cross entropy leave out.
+
+    >>> float(labelled_share(torch.tensor([3, -100])))
+    0.5
+    """
+    if not isinstance(target, Tensor) or target.is_floating_point() or not target.numel():
+        return 1.0
+    return (target != -100).double().mean()
+
+
 def divergence(output: Tensor, reference: Tensor) -> Tensor:
     """Kullback–Leibler divergence of softmax outputs, ``sum p log(p / q)`` in nats; p is the reference.
 
@@ -242,8 +268,13 @@ def squared_error(output: Any, reference: Any) -> Tensor:
 
 def _numbers(output: Any, reference: Any) -> list[tuple[Tensor, Tensor]]:
     """The tensors of two outputs that can be compared by their difference."""
-    pairs = zip(tensors_of(output), tensors_of(reference), strict=True)
-    found = [(now, z) for now, z in pairs if z.is_floating_point() and z.numel()]
+    own, wanted = list(tensors_of(output)), list(tensors_of(reference))
+    if len(own) != len(wanted):
+        raise ValueError(
+            f"the output has {len(own)} tensors and the original's {len(wanted)}: a network that returns "
+            "more in training mode cannot be compared"
+        )
+    found = [(now, z) for now, z in zip(own, wanted, strict=True) if z.is_floating_point() and z.numel()]
     if not found:
         raise ValueError("no output is a tensor of floating-point numbers, which could be compared")
     return found

@@ -157,6 +157,7 @@ def run_posterior(
     return fit_posterior(
         *(compressed, original, train.loader),
         original=original if taught else None,
+        log_likelihood=lambda output, target: class_log_likelihood(output, objective.labels(target)),
         seed=net.settings.seed,
         precision=net.settings.training.precision,
         before_batch=before_batch,

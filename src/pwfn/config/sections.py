@@ -189,6 +189,11 @@ class FinishConfig(Section):
         return self.reestimate_epochs is None
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether training data are read after the last fixing."""
+        return bool(self.polish_epochs or self.reestimate_epochs)
+
+    @property
     def shrinks(self) -> bool:
         """Whether the uncompressed tensors are made smaller after everything else."""
         return self.fold_batchnorm or self.uncompressed_dtype is not UncompressedDtype.FLOAT32

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source
+from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched
 from pwfn.bayes.distributed import Distributed, usable_device
 from pwfn.bayes.objective import (
     LossFn,
@@ -25,6 +25,7 @@ from pwfn.bayes.objective import (
     divergence,
     evaluating,
     is_logits,
+    labelled_share,
     largest_that_fits,
 )
 from pwfn.bayes.objective import accuracy as accuracy
@@ -97,7 +98,7 @@ def evaluate(
     Args:
         model: left in the mode and on the device it was, unless ``device`` is given.
         loader: batches ``(input, …, target)``, or mappings with ``labels`` or ``target``; with ``original``
-            also inputs alone.
+            also inputs alone, or a tensor of them.
         loss_fn: a function of output and target.
         metric: a mean over the batch; accuracy for cross entropy unless given.
         original: the network before compression; it is not changed. The loss is then the divergence from
@@ -110,13 +111,19 @@ def evaluate(
     >>> print(evaluate(nn.Identity(), [torch.eye(2)], original=nn.Identity()))
     agreement 100.00% of 2 examples (KL 0)
     """
+    for each in (model, model if original is None else original):
+        if not isinstance(each, nn.Module):
+            raise DataError(
+                f"the model is a {type(each).__name__}: allowed is a torch.nn.Module, such as "
+                "pwfn.load(path).apply_to(model)"
+            )
     where = placed(model, device)
-    if metric is None and loss_fn is F.cross_entropy:
-        metric = accuracy
     objective = Objective(loss_fn)
+    if metric is None and objective.classifies:
+        metric = accuracy
     if original is not None:
         objective = Objective(divergence, copy.deepcopy(original).to(where).eval())
-    return mean_scores(model, Source("the loader", loader, where), objective, metric)
+    return mean_scores(model, Source("the loader", batched(loader), where), objective, metric)
 
 
 def placed(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -223,8 +230,15 @@ def mean_scores(
     ``before_batch`` is called before every batch, and may raise. fp32 is full float32 on a GPU too, so that
     figures are the same wherever a file is scored.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=source.device)  # loss, metric, agreement
-    examples = scored = compared = 0
+    # Sums over the examples, and how many they are, of loss, metric and agreement.
+    totals = torch.zeros(2, 3, dtype=torch.float64, device=source.device)
+    examples = 0
+
+    def add(place: int, value: Tensor, count: Tensor | float) -> None:
+        weight = totals.new_ones(()) * count
+        totals[0, place] += torch.where(weight > 0, value.double() * weight, 0.0)  # of nothing it is NaN
+        totals[1, place] += weight
+
     distributed = distributed or Distributed(source.device)
     counter, counted = AnswerCounter(), metric is accuracy or objective.classifies
     with evaluating(model), full_float32(precision is Precision.FP32):
@@ -237,29 +251,34 @@ def mean_scores(
                 if number <= _FIRST_BATCHES:
                     objective.check_classes(source.loader, output, source.name)
                     objective.check_labels(output, batch, where)
+                target = objective.labels(batch.target)
                 if counted:
-                    counter.add(class_scores(output), batch.target)
+                    counter.add(class_scores(output), target)
+                labelled = batch.size * labelled_share(target)
                 reference = output if objective.teacher is model else objective.reference(batch, where)
-                totals[0] += objective.compared(output, reference, where).double() * batch.size
-                if metric is not None and batch.target is not None:
-                    totals[1] += _score(metric, output, batch.target, where) * batch.size
-                    scored += batch.size
+                loss = objective.compared(output, reference, where)
+                add(0, loss, labelled if objective.leaves_out else batch.size)
+                if metric is accuracy and target is not None:
+                    add(1, _score(metric, output, target, where), labelled)
+                elif metric is not None and target is not None:
+                    add(1, _score(metric, output, batch.target, where), batch.size)
                 elif metric is accuracy:
-                    totals[2] += _score(metric, output, reference, where) * batch.size
-                    compared += batch.size
+                    add(2, _score(metric, output, reference, where), batch.size)
             examples += batch.size
     if examples == 0:
         raise DataError(
             f"{source.name} gave no batch: it is empty, or can be read only once; pass a loader that "
             "can be iterated again and again"
         )
-    counts = totals.new_tensor([examples, scored, compared])
-    loss, score, agreement, *sizes = distributed.total(torch.cat((totals, counts))).tolist()
-    examples, scored, compared = map(int, sizes)
+    *sums, examples = distributed.total(torch.cat((totals.flatten(), totals.new_tensor([examples])))).tolist()
+    means = [total / count if count else None for total, count in zip(sums[:3], sums[3:], strict=True)]
+    mean_loss, score, agreement = means
     answers = counter.result(distributed) if counted else None
-    if compared and not scored:
-        return Scores(loss / examples, agreement / compared, examples, answers, agreement=True)
-    return Scores(loss / examples, score / scored if scored else None, examples, answers)
+    if mean_loss is None:
+        raise DataError(f"{source.name}: the loss leaves out every label: check the labels")
+    if agreement is not None and score is None:
+        return Scores(mean_loss, agreement, int(examples), answers, agreement=True)
+    return Scores(mean_loss, score, int(examples), answers)
 
 
 def _output(model: nn.Module, batch: Batch, where: str) -> Any:

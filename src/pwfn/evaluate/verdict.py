@@ -112,6 +112,9 @@ def warn(sentences: tuple[str, ...], distributed: Distributed) -> tuple[str, ...
 
 
 def _bad_start(before: Scores) -> str | None:
+    if before.metric is not None and before.metric > 1:
+        shown = f"{before.metric:.4g}, shown as {before.metric:.2%}"
+        return f"the metric is {shown}: return a share of 1, not percent"
     if not math.isfinite(before.loss):
         return f"the original network's loss is {before.loss}: wrong weights, or NaN in the data?"
     if before.answers is None or before.metric is None or before.answers.labels == 0:
@@ -138,7 +141,7 @@ def _disagreement(after: Scores) -> str | None:
 
 
 def _fall(before: Scores, after: Scores) -> str | None:
-    if before.metric is None or after.metric is None or after.agreement:
+    if before.metric is None or after.metric is None or after.agreement or before.metric > 1:
         return None
     lost = before.metric - after.metric
     if not lost > _FELL or lost * after.examples < _LEAST_LOST:

@@ -181,21 +181,22 @@ class Compressed(Content):
         # TorchScript takes dense weights, though it cannot be compressed.
         if weights == "indices" or not isinstance(model, torch.jit.ScriptModule):
             check_model(model)
-        self._check_fits(model)
-        self._attach(model)
-        if weights == "dense":
-            load_dense(model, self.dense_state_dict())
-            return model
-        coded = [
-            Coded(
-                entry,
-                self.indices[entry.span].view(entry.shape),
-                [self.codebooks[book] for book in division.codebooks],
-                division.axis,
-            )
-            for entry, division in zip(self.layout.entries, self.divisions, strict=True)
-        ]
-        return apply_indices(model, coded, self.untouched)
+        with torch.device("cpu"):  # whatever the caller's default device
+            self._check_fits(model)
+            self._attach(model)
+            if weights == "dense":
+                load_dense(model, self.dense_state_dict())
+                return model
+            coded = [
+                Coded(
+                    entry,
+                    self.indices[entry.span].view(entry.shape),
+                    [self.codebooks[book] for book in division.codebooks],
+                    division.axis,
+                )
+                for entry, division in zip(self.layout.entries, self.divisions, strict=True)
+            ]
+            return apply_indices(model, coded, self.untouched)
 
     def _attach(self, model: nn.Module) -> None:
         """Put what the record describes into the model, such as the quantisers of its activations."""

@@ -55,7 +55,8 @@ def load(source: Readable) -> Compressed:
     >>> load(Compressed.of(layout, torch.tensor([0.5, -0.25]), None, {}).dumps()).values().tolist()
     [0.5, -0.25]
     """
-    return Reader(source).compressed()
+    with torch.device("cpu"):  # whatever the caller's default device
+        return Reader(source).compressed()
 
 
 def loads(data: bytes) -> Compressed:
@@ -264,6 +265,8 @@ def _read(source: Readable) -> bytes:
             prefix += more
         _check_prefix(prefix)
         return prefix + source.read()
+    except IsADirectoryError as error:
+        raise FileError("is a folder: name a file in it, such as the model.pwfn of a run") from error
     except OSError as error:
         raise FileError(error.strerror or str(error)) from error
     except ValueError as error:  # a file object that is closed, a path with a null character

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from pwfn.errors import FileError
 
 
@@ -47,9 +49,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.chmod(mode)
         temporary.replace(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         kept = "; the old file is unchanged" if os.path.lexists(path) else ""
-        raise FileError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
+        why = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be written: {why}{kept}") from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

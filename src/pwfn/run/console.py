@@ -103,7 +103,8 @@ class ConsoleView(View):
 
     def round(self, done: Round) -> None:
         """Print the row of the round."""
-        self.say(self._row(done) + ("" if self._live else self._left()))
+        trained = done.loss is not None  # another try, or none, may follow a round without training
+        self.say(self._row(done) + (self._left() if trained and not self._live else ""))
 
     def say(self, line: str) -> None:
         """Print a line, above the bars if there are any."""

@@ -131,8 +131,9 @@ def fit_file(
         unseen=unseen,
         seed=seed,
     )
+    before = path.stat().st_size  # ``out`` may be the same file
     size = fitted.save(out)
-    more = size - path.stat().st_size
+    more = size - before
     sentence = f"{out}: {size:,} bytes ({more:+,}); posterior: {fitted.posterior_sentence}"
     sigma = [] if fitted.tensor_sigma is None else fitted.tensor_sigma.tolist()
     return {"file": str(out), "file_bytes": size, "sigma": sigma, "sentence": sentence}

@@ -227,7 +227,8 @@ def read_npz(file: str | Path) -> Arrays:
         raise DataError(f"{path}: has no {' and no '.join(missing)}: the arrays are {', '.join(_NAMES)}")
     for name, array in found.items():
         images = name.startswith("x_")
-        if images and (array.dtype != np.uint8 or array.ndim != 4):
+        channels_first = images and array.ndim == 4 and array.shape[1] in (1, 3) and array.shape[3] > 4
+        if images and (array.dtype != np.uint8 or array.ndim != 4 or channels_first):
             raise DataError(f"{path}: {name} is {array.shape} {array.dtype}: allowed is N×H×W×C uint8")
         if not images and (array.dtype.kind not in "iu" or array.ndim != 1):
             raise DataError(f"{path}: {name} is {array.shape} {array.dtype}: allowed is N whole numbers")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from pwfn.errors import DataError, PwfnError, cause
 from pwfn.zoo.arrays import TensorLoader as TensorLoader
 from pwfn.zoo.arrays import digits as digits
@@ -20,6 +22,8 @@ from pwfn.zoo.epochs import Epochs as Epochs
 from pwfn.zoo.epochs import Repeated as Repeated
 from pwfn.zoo.folder import open_folder, open_images
 from pwfn.zoo.function import user_function
+
+_TENSOR_BATCH = 64  # examples per batch, where a user's function gives one tensor
 
 
 class Source(NamedTuple):
@@ -86,13 +90,15 @@ def open_python(spec: str, _: str, options: DataOptions) -> Data:
         raise DataError(
             f"{path}: {name} returned a {type(made).__name__}: allowed is a pair of loaders, (train, test)"
         )
+    made = [each.split(_TENSOR_BATCH) if isinstance(each, Tensor) else each for each in made]
     rank, world = (0, 1) if takes_options else (options.rank, options.world)
     loaders: list[Any] = []
     for loader in made:
         if not isinstance(loader, Iterable):
             what = type(loader).__name__
             raise DataError(
-                f"{path}: {name} returned a {what} for a loader: allowed is an iterable of batches"
+                f"{path}: {name} returned a {what} for a loader: allowed is an iterable of batches, such as "
+                "a torch.utils.data.DataLoader"
             )
         numbered = isinstance(loader, Sized) and callable(getattr(loader, "epoch", None))
         loaders.append(loader if numbered else Repeated(loader, rank, world, exact=bool(loaders)))

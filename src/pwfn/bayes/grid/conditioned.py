@@ -43,6 +43,7 @@ _TRIED = 512  # images for a try: enough to choose a step with
 _POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _FEW = 64  # fewer inputs are worth a warning
+_MANY_BITS = 9.0  # sound networks take 2 to 5 bits, and tiny ones up to 7
 _ALIKE = 1e-12  # a variance so small, relative to the square, is rounding
 _CLOSE = 1.3  # a distance within this factor of the tolerance ends the search
 
@@ -152,8 +153,14 @@ class ConditionedNetwork(Method):
                 self.notes, model = self._conditioned(self.grid_step, batches)
         count = sum(batch.size for batch in batches)
         if count < _FEW:
-            inputs = "1 input" if count == 1 else f"{count} inputs"
-            self.notes += (f"the weights were fixed by only {inputs}: give some hundred, up to a thousand",)
+            few = "1 input" if count == 1 else f"{count} inputs"
+            self.notes += (f"the weights were fixed by only {few}: give some hundred, up to a thousand",)
+        if count > 1 and _alike(batches):
+            self.notes += (
+                f"all {count:,} inputs are the same: were they read, scaled or normalised wrongly?",
+            )
+        if searches and (bits := _bits(self.layout, self.layout.gather(model))) > _MANY_BITS:
+            self.notes += (f"the outputs need {bits:.1f} bits per weight: are the inputs scaled wrongly?",)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
         self.values = self.layout.gather(model)
         self.fixed.fill_(True)
@@ -289,8 +296,9 @@ class ConditionedNetwork(Method):
         error = torch.zeros((), dtype=torch.float64, device=self.device)
         spread = _Spread()
         for batch in batches:
-            before = _output(batch.through(original, "conditioning"))
-            now = _output(batch.through(model, "conditioning"))
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                before = _output(batch.through(original, "conditioning"))
+            now = _output(batch.through(model, "conditioning"))  # the same numbers, if it draws any
             if before is None or now is None:
                 raise DataError(
                     "the network's output has no tensor of real numbers to compare networks by: "
@@ -403,6 +411,13 @@ def _log_likelihood(output: Any, draws: torch.Generator) -> Tensor:
     flat = scores.movedim(1, -1).flatten(0, -2)
     labels = torch.multinomial(flat.detach().softmax(-1), 1, generator=draws)
     return flat.log_softmax(-1).gather(-1, labels).sum()
+
+
+def _alike(batches: Sequence[Batch]) -> bool:
+    """Whether all inputs are the same, as images of integers that were divided by 255 are."""
+    own = [[x for x in tensors_of((b.args, b.kwargs)) if x.dim()] for b in batches]
+    pairs = [(x, first[:1]) for tensors in own for x, first in zip(tensors, own[0], strict=False)]
+    return bool(pairs) and all(x.shape[1:] == y.shape[1:] and bool((x == y).all()) for x, y in pairs)
 
 
 def _output(output: Any) -> Tensor | None:

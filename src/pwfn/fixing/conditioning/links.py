@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pwfn.fixing.conditioning.operations import Normalisation, Place, Product, Weights
+from pwfn.fixing.conditioning.operations import Normalisation, Place, Product, Weights, decomposed
 from pwfn.fixing.conditioning.passes import Inputs
 from pwfn.layout import Layout
 
@@ -75,6 +75,8 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at one operation, and carry it out."""
+        if (output := decomposed(self, func, args, kwargs)) is not NotImplemented:
+            return output
         found = self._weights.recognise(func._schema.name, args)
         self.note((args, kwargs), found)
         output = func(*args, **(kwargs or {}))

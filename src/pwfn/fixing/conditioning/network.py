@@ -93,7 +93,7 @@ class Conditioning:
 
     def _lane(self, batch: Inputs, number: int) -> Lane:
         passes = [
-            Pass(network, weights, batch, self._stops)
+            Pass(network, weights, batch, self._stops, seed=number)
             for network, weights in zip(self._networks, self._weights, strict=True)
         ]
         return Lane(passes[0], passes[1], number)

@@ -192,10 +192,24 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at one operation, then carry it out."""
+        if (output := decomposed(self, func, args, kwargs)) is not NotImplemented:
+            return output
         found = self._weights.recognise(func._schema.name, args)
         if found is not None:
             self._before(found)
         return func(*args, **(kwargs or {}))
+
+
+def decomposed(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The output of an operation that is made of others, which ``mode`` sees instead of it.
+
+    Elsewhere torch does so by itself, but within ``torch.inference_mode``, which a model may use in its
+    forward, a mode gets whole linear layers and convolutions. ``NotImplemented`` for all others.
+    """
+    if not torch.is_inference_mode_enabled():
+        return NotImplemented
+    with mode:
+        return func.decompose(*args, **(kwargs or {}))
 
 
 def _some(tensor: Tensor, limit: int, generator: torch.Generator) -> Tensor:

@@ -89,9 +89,15 @@ class _Stopped(BaseException):
 
 
 class Pass:
-    """A forward pass that can pause: it runs in a thread of its own, only while :meth:`advance` waits."""
+    """A forward pass that can pause: it runs in a thread of its own, only while :meth:`advance` waits.
 
-    def __init__(self, model: nn.Module, weights: Weights, batch: Inputs, stops: Stops) -> None:
+    A network may draw random numbers in evaluation mode, too. Each pass has a stream of its own, so that the
+    two passes with one seed differ in their weights only.
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: Weights, batch: Inputs, stops: Stops, seed: int = 0
+    ) -> None:
         self.size = batch.size
         self.found: Product | Normalisation | None = None
         self._failure: BaseException | None = None
@@ -124,6 +130,9 @@ class Pass:
             self._paused.release()
 
         self._ended = False
+        devices = {p.device.index for p in model.parameters() if p.is_cuda}
+        self._generators = [torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)]
+        self._random = [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._generators]
         self._thread = threading.Thread(target=run, daemon=True)
 
     def advance(self) -> bool:
@@ -132,13 +141,22 @@ class Pass:
             return False
         if not self._thread.is_alive():
             self._thread.start()
+        self._swap_random_states()
         self._go.release()
         self._paused.acquire()
+        self._swap_random_states()
         if self.found is None:
             self._thread.join()
         if self._failure is not None:
             raise self._failure
         return self.found is not None
+
+    def _swap_random_states(self) -> None:
+        """Exchange the random states of this pass and of everything else."""
+        for number, generator in enumerate(self._generators):
+            others = generator.get_state()
+            generator.set_state(self._random[number])
+            self._random[number] = others
 
     @property
     def waits(self) -> bool:

@@ -62,7 +62,8 @@ def scale_filters(
 
     Scaled are compressed layers whose output goes to one BatchNorm layer and nowhere else. Their common
     factor ``g`` is 1 unless there are other linear layers or convolutions: see :func:`_common_factor`.
-    Nothing is done where all curvatures are so similar that the gain is small (:func:`gain_bits`).
+    Nothing is done where all curvatures are so similar that the gain is small (:func:`gain_bits`), or where
+    the network has no gradients: it may change its activations in place, or use functions without a backward.
 
     >>> from pwfn.bayes.batches import Batch
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)).eval()
@@ -79,7 +80,10 @@ def scale_filters(
     network = sharing_copy(model).eval()
     with without_gradients(model):
         links, others, before = find_links(network, weights, layout, batches[0])
-        curvatures = _curvatures(network, weights, [*links, *others], batches, score)
+        try:
+            curvatures = _curvatures(network, weights, [*links, *others], batches, score)
+        except Exception:  # a network for inference need not have gradients, and may raise anything
+            return 0
     links, others = ([link for link in some if link.layer in curvatures] for some in (links, others))
     rows, fixed = ([curvatures[link.layer] for link in some] for some in (links, others))
     columns = [link.columns for link in links]
@@ -343,8 +347,10 @@ def _same(output: Any, before: Any) -> bool:
 @contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
     """Within the block no parameter requires a gradient."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    model.requires_grad_(False)
+    # Copies of a TorchScript module have parameters that are no leaves, whose flag torch refuses to change.
+    flags = [(p, p.requires_grad) for p in model.parameters() if p.is_leaf]
+    for parameter, _ in flags:
+        parameter.requires_grad_(False)
     try:
         yield
     finally:
