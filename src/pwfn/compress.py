@@ -153,8 +153,6 @@ class Run:
                 distill = comparison(next(self.val.batches(), None), self.original)
         self.scored, self.objective, self.metric = tasks(loss_fn, metric, distill, self.original, config)
         check_target(config.target, self.val is not None and self.metric is not None)
-        if config.training.compile:
-            self.net.compiled, self.objective = self.objective.compiled(self.net.model)
         self.batches_per_epoch = self.train.steps_per_epoch(config.training)
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)

@@ -1,4 +1,4 @@
-"""Faster steps: images in channels-last order, ``torch.compile``, a step as a CUDA graph without Python.
+"""Faster steps: images in channels-last order, a step as a CUDA graph without Python.
 
 A recording contains kernels, not the program. A model whose forward pass changes from call to call cannot be
 replayed. Where it draws random numbers on the host (Python's, numpy's, torch's on the CPU), counts its calls
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,7 +24,6 @@ from pwfn.bayes.randomness import random_states, restore_random_states, undistur
 from pwfn.config import Precision
 from pwfn.errors import DataError, PwfnError, cause
 
-_PLAIN_PASSES = 2  # before compiling: the first passes are watched (see network.py and optimizer.py)
 _MOST_SHAPES = 100  # of batches, none of which came often enough to be recorded
 _WARMUP_STEPS = 3  # libraries initialise themselves in their first calls, which cannot be recorded
 LOGGER = logging.getLogger("pwfn")
@@ -56,62 +54,6 @@ def channels_last(source: Source, model: Callable[..., Any], precision: Precisio
         except DataError:
             return source
     return arranged
-
-
-class Compiled:
-    """Calls a module by ``torch.compile`` for inputs of the shape that came first.
-
-    Other shapes, such as the last batch of an epoch, would each take as long to compile: they are computed
-    as usual. So is everything once compiling has failed, for this module or for the one ``beside`` it; a
-    warning says why.
-
-    >>> layer = torch.nn.Linear(2, 2)
-    >>> torch.equal(Compiled(layer)(torch.ones(1, 2)), layer(torch.ones(1, 2)))
-    True
-    """
-
-    def __init__(self, module: Callable[..., Any], beside: Compiled | None = None) -> None:
-        self.module = module
-        self._failures: list[Exception] = [] if beside is None else beside._failures  # of both: one warning
-        self._compiled: Callable[..., Any] | None = None
-        self._shape: Any = None
-        self._passes = 0
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a network is not compiled."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether compiling has failed, here or beside."""
-        return bool(self._failures)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
-        module, shape = self.module, Batch(args, kwargs, None).shape()
-        if self._shape is None:
-            self._shape = shape
-        if self.failed or shape != self._shape or self._passes < _PLAIN_PASSES:
-            self._passes += shape == self._shape
-            return module(*args, **kwargs)
-        try:
-            if self._compiled is None:
-                self._compiled = torch.compile(module, dynamic=False)
-                with warnings.catch_warnings():  # it asks weights that are no leaves for their gradients
-                    warnings.filterwarnings("ignore", "The .grad attribute")
-                    return self._compiled(*args, **kwargs)
-            return self._compiled(*args, **kwargs)
-        except RuntimeError as error:
-            own = ("torch._dynamo", "torch._inductor")
-            if self._compiled is not None and not type(error).__module__.startswith(own):
-                raise  # the module's own
-            self._failures.append(error)
-            inner = getattr(error, "inner_exception", None)
-            LOGGER.warning(
-                "the model could not be compiled, so that steps take longer: %s. The result is the same; "
-                "training.compile = false silences this",
-                cause(inner if isinstance(inner, Exception) else error),
-            )
-            return module(*args, **kwargs)
 
 
 class RecordedStep(Generic[T]):

@@ -17,7 +17,6 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pwfn.bayes.execution import Compiled
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
 from pwfn.layout import Layout
@@ -32,7 +31,6 @@ class WeightNetwork(nn.Module):
 
     graph_safe: ClassVar[bool] = True  # a plain step runs the same kernels each time, as a CUDA graph needs
     recordable = True  # until a step of it could not be recorded
-    compiled: Compiled | None = None  # what training calls instead of the model
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__()
@@ -114,7 +112,7 @@ class WeightNetwork(nn.Module):
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_placed:
-            return self._run(args, kwargs)
+            return self.model(*args, **kwargs)
         # With gradients enabled even where the caller disabled them: torch chooses between matrix
         # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
@@ -125,15 +123,10 @@ class WeightNetwork(nn.Module):
         pieces = [found[entry.name] for entry in self.layout.entries]
         again = _Again(pieces) if torch.is_grad_enabled() else None
         with self._holding(pieces if again is None else again.joined(pieces)):
-            output = self._run(args, kwargs)
+            output = self.model(*args, **kwargs)
         if again is not None:
             self._ready_backward(output, again)
         return output
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model itself, whose weights are in their places; compiled where a step asks for it."""
-        compiles = self.compiled is not None and self.training and torch.is_grad_enabled()
-        return (self.compiled if compiles else self.model)(*args, **kwargs)  # type: ignore[misc]  # not None
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -283,9 +283,7 @@ class _Stepper:
         except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
             if is_out_of_memory(error):
                 raise batch.too_large(where) from error
-            compiled = self.net.compiled is not None and not self.net.compiled.failed
-            advice = ": set training.compile = false" if compiled else ""
-            raise DataError(f"{where}: the loss has no gradient: {cause(error)}{advice}") from error
+            raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
         return loss.detach()
 
 
