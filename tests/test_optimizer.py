@@ -293,19 +293,6 @@ def test_no_gradient_is_kept_from_one_step_to_the_next(monkeypatch: pytest.Monke
     assert gradient() is None
 
 
-def test_a_gradient_collected_before_gives_the_same_step() -> None:
-    one, other = (flat(half_fixed(), FlatSGD, momentum=0.9, clip_norm=0.05) for _ in range(2))
-    take_step(one)
-    batch = batches()[0]
-    with other.drawn():
-        F.cross_entropy(other.flat.net(*batch.args), batch.target).backward()
-    gradient = other.flat.collect()
-    assert gradient.shape == other.flat.net.free_mu.shape
-    other.step(gradient)
-    assert torch.equal(one.flat.net.mu, other.flat.net.mu)
-    assert torch.equal(one.flat.net.sigma, other.flat.net.sigma)
-
-
 def test_weights_in_bfloat16_are_the_draw_rounded_once() -> None:
     net = half_fixed()
     optimizer = flat(net, FlatSGD, dtype=torch.bfloat16)

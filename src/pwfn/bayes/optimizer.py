@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn.bayes import kernels
-from pwfn.bayes.distributed import Distributed, MeanGradient
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.method import BETAS, MOMENTUM, Method, fused, on_device, torch_optimizer
 from pwfn.bayes.network import tensors_of
@@ -26,8 +26,7 @@ from pwfn.errors import WeightError
 class FlatDraw:
     """The weights of one step as leaves of the graph, and the gradient that backward leaves with them.
 
-    The mask of fixed weights must not change as long as an instance is used. ``mean`` collects the gradients
-    where a step has several draws.
+    The mask of fixed weights must not change as long as an instance is used.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class FlatDraw:
         self._values = torch.empty_like(net.free_mu.detach(), dtype=dtype)
         self.leaves = [nn.Parameter(piece) for piece in net.layout.pieces(self._values)]
         self.distributed, self.draws = distributed or Distributed(net.device), draws
-        several = draws * self.distributed.world > 1
-        self.mean = MeanGradient(self.leaves, self.distributed) if several else None
+        self.sum: Tensor | None = None  # of the gradients of a step's earlier draws
 
     @contextmanager
     def drawn(self, seed: int, count: Tensor) -> Iterator[None]:
@@ -98,6 +96,11 @@ class FlatDraw:
         if found:
             torch._foreach_copy_([part for part, _ in found], [g for _, g in found])
         return whole
+
+    def total(self) -> Tensor:
+        """The sum of the gradients of all draws so far, in the type of mu."""
+        gradient = self.collect().to(self.net.free_mu.dtype)
+        return gradient if self.sum is None else self.sum.add_(gradient)
 
     def norm_and_scale(
         self, gradient: Tensor, clip_norm: float | None, seed: int, count: Tensor
@@ -210,17 +213,18 @@ class _Flat(torch.optim.Optimizer):
     @contextmanager
     def drawn(self, number: int = 0) -> Iterator[None]:
         """Within the block the network has draw ``number`` of this step, and backward finds its weights."""
-        flat = self.flat
-        if flat.mean is not None:
-            flat.mean.expect(last=number == flat.draws - 1)
-        with flat.drawn(self.param_groups[0]["seed"], self._draw(number)):
+        if number:
+            self.flat.sum = self.flat.total()
+        with self.flat.drawn(self.param_groups[0]["seed"], self._draw(number)):
             yield
 
     def gather(self) -> None:
         """After the draws of a step: all gradients become their means over batches and processes."""
-        net, mean = self.flat.net, self.flat.mean
-        net.free_mu.grad = self.flat.collect() if mean is None else mean.take().to(net.free_mu.dtype)
-        self.flat.distributed.average_gradients_(self.flat.others)
+        flat, whole = self.flat, self.flat.total()
+        flat.sum = None
+        flat.distributed.average_gradients_(flat.others)
+        flat.distributed.average_([whole])
+        flat.net.free_mu.grad = whole
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -231,23 +235,21 @@ class _Flat(torch.optim.Optimizer):
         """Forget all gradients."""
         for parameter in (*self.trained, self.flat.net.free_mu):
             parameter.grad = None
-        if self.flat.mean is not None:
-            self.flat.mean.forget()
+        self.flat.sum = None
 
     def _draw(self, number: int) -> Tensor:
         """The number of a draw, over all steps."""
         return self._count if self.flat.draws == 1 else self._count * self.flat.draws + number
 
-    def _begin(self, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _begin(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of the drawn weights, its norm with that of the others, and what clips it."""
-        mu, draw = self.flat.net.free_mu, self._draw(0)
-        self.flat.check_mask()
-        if mu.grad is None and self.flat.mean is not None:
+        flat, mu, draw = self.flat, self.flat.net.free_mu, self._draw(0)
+        flat.check_mask()
+        if mu.grad is None and flat.draws * flat.distributed.world > 1:
             self.gather()
-        if gradient is None:
-            gradient = self.flat.collect() if mu.grad is None else mu.grad
+        gradient = flat.collect() if mu.grad is None else mu.grad
         mu.grad = None  # torch's own step is for the uncompressed parameters
-        return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, self._norm_seed, draw)
+        return gradient, *flat.norm_and_scale(gradient, self.clip_norm, self._norm_seed, draw)
 
     def _numbers(self) -> dict[str, Any]:
         """The numbers of an update; learning rates that are tensors stay on the device."""
@@ -324,9 +326,9 @@ class FlatSGD(_Flat, torch.optim.SGD):
         self._prepare(net, "momentum", **options)
 
     @torch.no_grad()
-    def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
+    def step(self) -> Tensor:  # type: ignore[override]  # torch's takes a closure
         """One step from the gradients that backward left; returns their norm before clipping."""
-        gradient, norm, scale = self._begin(gradient)
+        gradient, norm, scale = self._begin()
         net = self.flat.net
         kernels.sgd_(
             net.free_mu,
@@ -365,9 +367,9 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
             self.state[parameter]["step"] = torch.zeros(())  # torch expects one with every state
 
     @torch.no_grad()
-    def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
+    def step(self) -> Tensor:  # type: ignore[override]  # torch's takes a closure
         """One step from the gradients that backward left; returns their norm before clipping."""
-        gradient, norm, scale = self._begin(gradient)
+        gradient, norm, scale = self._begin()
         net = self.flat.net
         mu, sigma = self.state[net.free_mu], self.state[net.free_sigma]
         beta1, beta2 = self.param_groups[0]["betas"]
