@@ -159,22 +159,12 @@ class _Stepper:
         self.optimizer, self.distributed, self.seed, self.log = optimizer, distributed, seed, log
         self.flat = optimizer if isinstance(optimizer, (FlatSGD, FlatAdamW)) else None
         alone = distributed.world == 1 and config.accumulate == 1 and not scaler.is_enabled()
-        made_for = None if self.flat is None else (self.flat.flat.draws, self.flat.flat.distributed.world)
-        if made_for not in (None, now := (config.accumulate, distributed.world)):
-            raise ConfigError(
-                "the flat optimiser was made for {} batches per step in {} processes, and the run has {} in "
-                "{}: pass it draws= and distributed=".format(*made_for, *now)
-            )
         self.done = 0  # steps
-        trained = (
-            self.flat.trained
-            if self.flat is not None
-            else [p for group in optimizer.param_groups for p in group["params"]]
-        )
-        self.trained = trained
+        grouped = [p for group in optimizer.param_groups for p in group["params"]]
+        self.trained = grouped if self.flat is None else self.flat.trained
         # A penalty concerns the network's own parameters: none where only others are trained, as in polish.
         own = {id(p) for p in net.parameters(recurse=False)}
-        self._has_penalty = self.flat is None and any(id(p) in own for p in trained)
+        self._has_penalty = self.flat is None and any(id(p) in own for p in grouped)
         self._recorded: RecordedStep[None] | None = None
         records = config.cuda_graph and net.device.type == "cuda" and net.recordable
         if records and alone and (self.flat is not None or net.graph_safe):
