@@ -197,20 +197,16 @@ def usable_device(device: torch.device | str) -> torch.device:
         chosen = torch.device(device)
         torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError, TypeError) as error:
+        why = "torch does not know it, or cannot reach it"
+        if str(device).startswith("cuda"):
+            count = torch.cuda.device_count()
+            why = f"there are {count} CUDA devices, the first of them cuda:0"
+            why = why if count else "there is no CUDA device, or torch was built without CUDA"
         raise ConfigError(
-            f"device {str(device)!r} cannot be used ({_why(device)}): allowed is one that this torch can "
+            f"device {str(device)!r} cannot be used ({why}): allowed is one that this torch can "
             'reach, such as "cpu" or "cuda:0"'
         ) from error
     return chosen
-
-
-def _why(device: torch.device | str) -> str:
-    if not str(device).startswith("cuda"):
-        return "torch does not know it, or cannot reach it"
-    count = torch.cuda.device_count()
-    if count:
-        return f"there are {count} CUDA devices, the first of them cuda:0"
-    return "there is no CUDA device, or torch was built without CUDA"
 
 
 def distributed_for(device: torch.device | str | None, *, alone: bool = False) -> Distributed:

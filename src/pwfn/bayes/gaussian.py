@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.bayes import kernels
+from pwfn.bayes.kernels.reference import SIGMA_FLOOR
 from pwfn.bayes.method import DataProbe, Method, WeightState, register
 from pwfn.bayes.network import check_finite
-from pwfn.bayes.sigma import SIGMA_FLOOR, root_mean_square, starting_sigma, tolerated_sigma
+from pwfn.bayes.sigma import root_mean_square, starting_sigma, tolerated_sigma
 from pwfn.config import Config, SigmaInit
 from pwfn.errors import WeightError
 from pwfn.file.compressed import Compressed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import threading
 import weakref
 from abc import abstractmethod
@@ -98,8 +99,8 @@ class WeightNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(self.parameters()).device
+        """The device of the weights; a network whose weights are final may have no parameter."""
+        return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with :meth:`weights`."""

@@ -214,11 +214,6 @@ class DrawnNetwork(WeightNetwork):
         self.units = torch.tensor([root_mean_square(values[e.span]) or whole for e in self.layout.entries])
         self.sigma, self.noise = torch.zeros_like(self.units), torch.zeros(0)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.values.device
-
     def weights(self) -> dict[str, Tensor]:
         """The weights of one pass, by name."""
         if not self.noise.numel():

@@ -50,10 +50,7 @@ def sample(mu: Tensor, sigma: Tensor, generator: torch.Generator | None = None) 
     >>> sample(torch.tensor([1.0, 2.0]), torch.zeros(2)).tolist()
     [1.0, 2.0]
     """
-    if generator is None:
-        noise = torch.randn_like(mu)
-    else:
-        noise = torch.randn(mu.shape, dtype=mu.dtype, device=mu.device, generator=generator)
+    noise = torch.randn(mu.shape, dtype=mu.dtype, device=mu.device, generator=generator)
     return torch.addcmul(mu, sigma, noise)
 
 
