@@ -103,10 +103,9 @@ class GaussianNetwork(Method):
     def tolerate(self, loss: Callable[[], float]) -> None:
         """Set sigma to the noise at which the loss has risen by ``posterior.tolerance``.
 
-        One value for all free weights; see :func:`pwfn.bayes.sigma.tolerated_sigma`. ``loss`` is the
-        mean training loss of this network on the same batches with the same noise at every call, or another
-        cost of the noise. ``compress`` calls this for you; for losses other than cross entropy, with
-        :func:`pwfn.bayes.sigma.relative_error`.
+        One value for all free weights; see :func:`pwfn.bayes.sigma.tolerated_sigma`. ``loss`` is the mean
+        training loss of this network, or another cost of the noise, on the same batches with the same noise
+        at every call. ``compress`` calls this for you.
 
         >>> net = GaussianNetwork(nn.Linear(3, 1), Config().override({"posterior.tolerance": 0.25}))
         >>> net.tolerate(lambda: net.sigma[0].item() ** 2)
@@ -172,33 +171,24 @@ class GaussianNetwork(Method):
 
     def fix(self, fraction: float) -> FixRecord:
         """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`."""
-        before, mask, settings = self.mu.detach(), self.fixed, self.settings.fixing
-        check_finite(before, self.layout, "mean of")
+        check_finite(self.mu.detach(), self.layout, "mean of")
         check_finite(self.sigma.detach(), self.layout, "sigma of")
-        result = fix_round(
-            before,
-            self.sigma,
-            mask,
-            fraction,
-            rule=settings.rule,
-            b=settings.grid_exponent,
-            sweep=settings.sweep,
-        )
-        return self._fixed_as(result.mu, result.sigma, result.fixed, fraction, tuple(result.steps))
+        return self._fix(fraction, 1.0, self.settings.fixing.sweep)
 
-    def _fixed_as(
-        self, mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float, steps: tuple[FixStep, ...]
-    ) -> FixRecord:
-        new = fixed & ~self.fixed
-        moves = relative_moves(self.mu.detach()[new], mu[new])
-        self.fixed_mu.copy_(torch.where(new, mu, self.fixed_mu))
-        sigmas = torch.where(new, sigma, self._fixed_sigmas())
-        self.fixed.copy_(fixed)
+    def _fix(self, fraction: float, delta: float, sweep: float | None) -> FixRecord:
+        rule, b = self.settings.fixing.rule, self.settings.fixing.grid_exponent
+        vectors = self.mu.detach(), self.sigma, self.fixed
+        result = fix_round(*vectors, fraction, rule=rule, b=b, delta=delta, sweep=sweep)
+        new = result.fixed & ~self.fixed
+        moves = relative_moves(self.mu.detach()[new], result.mu[new])
+        self.fixed_mu.copy_(torch.where(new, result.mu, self.fixed_mu))
+        sigmas = torch.where(new, result.sigma, self._fixed_sigmas())
+        self.fixed.copy_(result.fixed)
         if self.free_sigma.dim():
             self.fixed_sigma.copy_(sigmas)
         else:
             self.fixed_sigma = sigmas[self.fixed]
-        self.records.append(FixRecord(fraction, int(self.fixed.sum()), steps, tuple(moves)))
+        self.records.append(FixRecord(fraction, int(self.fixed.sum()), tuple(result.steps), tuple(moves)))
         return self.records[-1]
 
     def finish(self) -> Compressed:
@@ -218,15 +208,7 @@ class GaussianNetwork(Method):
         """
         other = copy.deepcopy(self)
         # With so small a threshold only weights that lie on a candidate are taken before the sweep.
-        tiny = 2.0**-100
-        result = fix_round(
-            *(other.mu.detach(), other.sigma, other.fixed, 1.0),
-            rule=self.settings.fixing.rule,
-            b=self.settings.fixing.grid_exponent,
-            delta=tiny,
-            sweep=tiny,
-        )
-        other._fixed_as(result.mu, result.sigma, result.fixed, 1.0, tuple(result.steps))
+        other._fix(1.0, 2.0**-100, 2.0**-100)
         return other
 
     def state(self) -> WeightState:
@@ -334,17 +316,9 @@ class GaussianNetwork(Method):
             return self.mu
         quiet = self.training and not self.settings.posterior.noise_on_fixed
         if self._at is not None:
+            vectors = self.free_mu, self.free_sigma, self.fixed, self.fixed_mu, self._fixed_sigmas()
             seed, step = self._at
-            return kernels.draw(
-                self.free_mu,
-                self.free_sigma,
-                self.fixed,
-                self.fixed_mu,
-                self._fixed_sigmas(),
-                seed=seed,
-                step=step,
-                noise_on_fixed=not quiet,
-            )
+            return kernels.draw(*vectors, seed=seed, step=step, noise_on_fixed=not quiet)
         fixed_sigma = torch.zeros_like(self.fixed_mu) if quiet else self._fixed_sigmas()
         free_sigma = self.free_sigma if self.training else self._floored()
         return kernels.sample(self.mu, torch.where(self.fixed, fixed_sigma, free_sigma), self._generator)

@@ -98,7 +98,11 @@ def fit_posterior(
     >>> bool(fitted.sigma[0] > 1), fit_posterior(small, model, data[:4], unseen=True).posterior
     (True, 'tensor')
     """
-    _check_networks(compressed, model, original)
+    if not isinstance(compressed, Compressed):
+        raise DataError(f"compressed is a {type(compressed).__name__}: allowed is what pwfn.load returns")
+    for name, network in (("model", model), ("original", original)):
+        if not isinstance(network, nn.Module) and (name == "model" or network is not None):
+            raise DataError(f"{name} is a {type(network).__name__}: allowed is a torch.nn.Module")
     if precision not in tuple(Precision):
         allowed = ", ".join(Precision)
         raise ConfigError(f"precision is {precision!r}: allowed is one of {allowed}")
@@ -116,14 +120,6 @@ def fit_posterior(
             sigma = torch.zeros_like(net.units) if fit is None else job.fitted(fit)
             codes = job.checked(sigma, check)
     return replace(compressed, sigma_codes=codes)
-
-
-def _check_networks(compressed: object, model: object, original: object) -> None:
-    if not isinstance(compressed, Compressed):
-        raise DataError(f"compressed is a {type(compressed).__name__}: allowed is what pwfn.load returns")
-    for name, network in (("model", model), ("original", original)):
-        if not isinstance(network, nn.Module) and (name == "model" or network is not None):
-            raise DataError(f"{name} is a {type(network).__name__}: allowed is a torch.nn.Module")
 
 
 def wants_posterior(net: Method, objective: Objective) -> bool:
