@@ -53,7 +53,7 @@ class _Flat(torch.optim.Optimizer):
         distributed: Distributed | None = None,
     ) -> None:
         """``names``: of the vectors in the state of mu and of sigma."""
-        self.net, self.clip_norm, self.draws = net, clip_norm, draws
+        self.net, self.clip_norm, self.draws, self._names = net, clip_norm, draws, names
         self.distributed = distributed or Distributed(net.device)
         trains_sigma = self.param_groups[1]["lr"] != 0
         self._several = draws * self.distributed.world > 1
@@ -88,12 +88,7 @@ class _Flat(torch.optim.Optimizer):
         if self._casts is not None:
             self._narrow_if_cast(self._casts)
         kernels.draw_(
-            self._values,
-            net.free_mu,
-            net.free_sigma,
-            net.fixed,
-            net.fixed_mu,
-            net.fixed_sigma,
+            *(self._values, net.free_mu, net.free_sigma, net.fixed, net.fixed_mu, net.fixed_sigma),
             seed=self.param_groups[0]["seed"],
             step=0,
             ahead=self._draw(number),
@@ -133,13 +128,15 @@ class _Flat(torch.optim.Optimizer):
         gradient = self.collect() if mu.grad is None else mu.grad
         mu.grad = None  # torch's own step is for the uncompressed parameters
         norm, scale = self._norm_and_scale(gradient)
-        self._update(gradient, scale)
+        trained = self.net.free_mu, self.net.free_sigma
+        state = [self.state[parameter][name] for name in self._names for parameter in trained]
+        self._update(*trained, *state, gradient, self.net.fixed, self._offsets, scale)
         super().step()
         self._count += 1
         return norm
 
-    def _update(self, gradient: Tensor, scale: Tensor) -> None:
-        """Update mu and sigma, given the gradient of the drawn weights and what clips it."""
+    def _update(self, *vectors: Tensor) -> None:
+        """Update mu and sigma: the optimiser's own kernel."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -274,20 +271,8 @@ class FlatSGD(_Flat, torch.optim.SGD):  # type: ignore[misc]  # step takes no cl
         torch.optim.SGD.__init__(self, groups, lr=lr, momentum=momentum, fused=fused(groups))
         self._prepare(net, "momentum", **options)
 
-    def _update(self, gradient: Tensor, scale: Tensor) -> None:
-        net = self.net
-        kernels.sgd_(
-            net.free_mu,
-            net.free_sigma,
-            self.state[net.free_mu]["momentum"],
-            self.state[net.free_sigma]["momentum"],
-            gradient,
-            net.fixed,
-            self._offsets,
-            scale,
-            momentum=self.param_groups[0]["momentum"],
-            **self._numbers(),
-        )
+    def _update(self, *vectors: Tensor) -> None:
+        kernels.sgd_(*vectors, momentum=self.param_groups[0]["momentum"], **self._numbers())
 
 
 class FlatAdamW(_Flat, torch.optim.AdamW):  # type: ignore[misc]  # as above
@@ -309,26 +294,9 @@ class FlatAdamW(_Flat, torch.optim.AdamW):  # type: ignore[misc]  # as above
         for parameter in (net.free_mu, net.free_sigma):
             self.state[parameter]["step"] = torch.zeros(())  # torch expects one with every state
 
-    def _update(self, gradient: Tensor, scale: Tensor) -> None:
-        net = self.net
-        mu, sigma = self.state[net.free_mu], self.state[net.free_sigma]
+    def _update(self, *vectors: Tensor) -> None:
         beta1, beta2 = self.param_groups[0]["betas"]
-        kernels.adamw_(
-            net.free_mu,
-            net.free_sigma,
-            mu["mean"],
-            sigma["mean"],
-            mu["square"],
-            sigma["square"],
-            gradient,
-            net.fixed,
-            self._offsets,
-            scale,
-            beta1=beta1,
-            beta2=beta2,
-            count=1,
-            **self._numbers(),
-        )
+        kernels.adamw_(*vectors, beta1=beta1, beta2=beta2, count=1, **self._numbers())
 
 
 class _Casts(TorchDispatchMode):
