@@ -167,8 +167,7 @@ class Run:
         if self.progress.network is None:
             self._start()
         self.progress.restore(self.net)
-        warnings = warn(other_threads(self.progress.threads, self.threads), self.distributed)
-        self.progress = replace(self.progress, warnings=self.progress.noted(warnings))
+        self._warn(other_threads(self.progress.threads, self.threads))
         self.batches = self.train.endless(self.progress.batches)
         if self.progress.random is not None:
             restore_random_states(self.progress.random[self.distributed.rank])
@@ -235,9 +234,12 @@ class Run:
             traces=(after,) if before is None else (before, after),
             rate_bytes=net.rate_bytes(),
         )
-        done, kept = (*self.progress.rounds, made), (*self.progress.states, *states)
-        warnings = self.progress.noted(warn(net.notes, self.distributed))
-        self._advance(rounds=done, states=kept, warnings=warnings)
+        self._warn(net.notes)
+        self._advance(rounds=(*self.progress.rounds, made), states=(*self.progress.states, *states))
+
+    def _warn(self, found: tuple[str, ...]) -> None:
+        """Log these sentences, and keep them."""
+        self.progress = replace(self.progress, warnings=self.progress.noted(warn(found, self.distributed)))
 
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""
@@ -286,7 +288,7 @@ class Run:
                 self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
         compressed = net.finish()
         codes, found = self.distributed.first(lambda: self._posterior(compressed))
-        self.progress = replace(self.progress, warnings=self.progress.noted(warn(found, self.distributed)))
+        self._warn(found)
         return self._result(replace(compressed, sigma_codes=codes))
 
     def _posterior(self, compressed: Compressed) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:

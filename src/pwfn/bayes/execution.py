@@ -1,10 +1,9 @@
 """Faster steps: images in channels-last order, a step as a CUDA graph without Python.
 
-A recording contains kernels, not the program. A model whose forward pass changes from call to call cannot be
-replayed. Where it draws random numbers on the host (Python's, numpy's, torch's on the CPU), counts its calls
-in an attribute, or reads a value from the device, steps run as usual, with a warning. Dropout and the like
-draw new numbers in every replay. A change in Python that leaves no such trace needs
-``training.cuda_graph = false``.
+A recording contains kernels, not the program. Where a model draws random numbers on the host (Python's,
+numpy's, torch's on the CPU), counts its calls in an attribute, or reads a value from the device, steps run as
+usual, with a warning. Dropout and the like draw new numbers in every replay. A change in Python that leaves
+no such trace needs ``training.cuda_graph = false``.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def channels_last(source: Source, model: Callable[..., Any], precision: Precisio
 class RecordedStep(Generic[T]):
     """A step on batches of one shape, by replaying a graph.
 
-    The first few steps, and batches of another shape, are computed as usual. So is everything once a
-    recording has failed; a warning says why.
+    The first few steps, and batches of another shape, run as usual; all do once a recording has failed.
 
     Args:
         work: the whole step on one batch. What it returns must be tensors, which a replay overwrites.
@@ -113,21 +111,12 @@ class RecordedStep(Generic[T]):
             first = error.__context__  # leaving the capture fails too, and says less
             self._give_up(where, cause(first if isinstance(first, Exception) else error), before)
             return
-        changed = next(
-            (
-                name
-                for own, now in zip(numbers, self._numbers(), strict=True)
-                for name in own
-                if own[name] != now.get(name)
-            ),
-            None,
-        )
-        if changed is not None or _drew_on_the_host(before):
+        pairs = zip(numbers, self._numbers(), strict=True)
+        changed = [name for own, now in pairs for name in own if own[name] != now.get(name)]
+        if changed or _drew_on_the_host(before):
             for thing, own in zip(self._watched, numbers, strict=True):
                 vars(thing).update(own)
-            why = (
-                "draws random numbers on the host" if changed is None else f"changes {changed} in every step"
-            )
+            why = f"changes {changed[0]} in every step" if changed else "draws random numbers on the host"
             self._give_up(where, f"the model {why}", before)
             return
         self._graph, self._shape, self._batch, self._result = graph, shape, static, result

@@ -37,17 +37,14 @@ class GaussianNetwork(Method):
     """Any eager model with its convolution and linear weights as independent Gaussians.
 
     In training mode every forward pass draws ``w = mu + sigma * eps``. In evaluation mode it uses the
-    means, so that before any training the output equals the model's own, bit for bit. The model given is
-    copied, not changed; the copy's other parameters (BatchNorm, tokens, …) are trained along.
+    means: before any training the output equals the model's own, bit for bit. The model given is not
+    changed; the copy's other parameters (BatchNorm, tokens, …) are trained along.
 
     The default ``posterior.init = "tolerance"`` needs data. Until :meth:`tolerate` is called, sigma is
-    ``posterior.rms_fraction`` times the root mean square of all weights. By default sigma is not trained:
-    :meth:`penalty` is zero, and :meth:`parameter_groups` gives sigma a learning rate of zero.
+    ``posterior.rms_fraction`` times the root mean square of all weights. By default sigma is not trained.
 
-    A fixed weight lives in a buffer, not in a parameter: no optimiser, momentum or weight decay can move
-    it. ``mu`` and ``sigma`` are the current vectors (fixed where fixed); ``free_mu`` and ``free_sigma``
-    are the trained parameters behind them. In a run a constant sigma takes no vector; see
-    :meth:`share_storage`.
+    A fixed weight lives in a buffer, not in a parameter: no optimiser can move it. ``mu`` and ``sigma`` are
+    the current vectors; ``free_mu`` and ``free_sigma`` are the trained parameters behind them.
 
     >>> model = nn.Linear(4, 2)
     >>> net = GaussianNetwork(model).eval()
@@ -200,12 +197,7 @@ class GaussianNetwork(Method):
         return Compressed.of(self.layout, held(self.layout, self.fixed_mu), self.fixed_sigma, others)
 
     def rounded(self) -> Self:
-        """A copy whose free weights are fixed too, each at its own nearest candidate of the highest order.
-
-        >>> net = GaussianNetwork(nn.Linear(4, 2))
-        >>> net.rounded().finish().layout.size, int(net.fixed.sum())
-        (10, 0)
-        """
+        """A copy whose free weights are fixed too, each at its own nearest candidate of the highest order."""
         other = copy.deepcopy(self)
         # With so small a threshold only weights that lie on a candidate are taken before the sweep.
         other._fix(1.0, 2.0**-100, 2.0**-100)
@@ -240,12 +232,10 @@ class GaussianNetwork(Method):
         """Let fixed and free values share one storage, which saves two vectors; a constant sigma takes none.
 
         Where sigma is not trained and the same for all free weights, ``free_sigma`` becomes a scalar without
-        a gradient, and ``fixed_sigma`` has one entry per fixed weight, in their order. A momentum has one
-        per free weight, so that later rounds take no more memory than the first.
+        a gradient, and ``fixed_sigma`` has one entry per fixed weight, in their order.
 
         From then on only an optimiser that leaves fixed weights alone may be used, as those of
-        :mod:`pwfn.bayes.optimizer` do. A copy, or a move to another device, has its own storage again; a
-        state that is loaded, its own vector of sigmas.
+        :mod:`pwfn.bayes.optimizer` do. A copy, a move to another device or a state that is loaded ends it.
 
         >>> net = GaussianNetwork(nn.Linear(4, 2))
         >>> net.share_storage()

@@ -227,8 +227,8 @@ class _Again:
     """The weights of one pass, for the parts of it that backward computes again.
 
     Those parts use leaves: a re-entrant checkpoint runs a backward pass of its own, which would go through
-    the graph of the weights once for every part. Their gradients are added where the pass's own arrive.
-    The graph refers to this object, which must not refer to anything behind it: nothing would free the two.
+    the graph of the weights once for every part. Their gradients are added where the pass's own arrive. The
+    graph refers to this object, which must not refer to anything behind it: nothing would free them.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -312,8 +312,7 @@ def forget_graphs(net: nn.Module) -> None:
 def hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     """A deep copy of the model without its compressed parameters, whose places hold None.
 
-    ``functional_call`` puts the weights there for one forward pass; elsewhere the copy has only
-    what is trained or kept beside the vector, so that ``parameters()`` and ``state_dict()`` do too.
+    So ``parameters()`` and ``state_dict()`` have only what is trained or kept beside the vector.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     covered = {id(parameters[entry.name]): _Absent.of(entry.name) for entry in layout.entries}

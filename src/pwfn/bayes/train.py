@@ -69,12 +69,11 @@ def fit(
     A step averages the gradients of ``config.accumulate`` batches, and of all processes. With ``start`` it
     resumes where that snapshot was taken, with the learning rates and weight decay of this optimiser. A
     ``scaler`` takes the scale of fp16 losses from one phase to the next. The gradient's norm is clipped
-    before the regulariser's gradient is added: the regulariser's own norm is ``alpha * sqrt(N)``, and
-    clipping the sum would shrink every step.
+    before the regulariser's gradient is added, whose own norm is ``alpha * sqrt(N)``: clipping the sum would
+    shrink every step.
 
-    The noise of a torch optimiser's steps is a function of ``seed`` and the number of the batch, or
-    torch's own random state without a seed. A flat optimiser has its own seed and, with the same one,
-    takes the same steps, up to rounding, in fewer passes.
+    The noise of a torch optimiser's steps is a function of ``seed`` and the number of the batch, or torch's
+    own random state without a seed. A flat optimiser has a seed of its own.
     """
     net.train()
     distributed = distributed or Distributed(net.device)
@@ -168,10 +167,8 @@ class _Stepper:
         self._recorded: RecordedStep[None] | None = None
         records = config.cuda_graph and net.device.type == "cuda" and net.recordable
         if records and alone and (self.flat is not None or net.graph_safe):
-            watched = [
-                *net.modules(),
-                *([objective.loss_fn] if hasattr(objective.loss_fn, "__dict__") else []),
-            ]
+            loss_fn = [objective.loss_fn] if hasattr(objective.loss_fn, "__dict__") else []
+            watched = [*net.modules(), *loss_fn]
             self._recorded = RecordedStep(self._whole, optimizer.zero_grad, watched)
 
     def restore(self, start: PhaseState) -> None:
