@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pwfn.errors import WeightError
 from pwfn.fixing.conditioning.columns import best_linear, damping_for, fix_columns
 from pwfn.fixing.conditioning.operations import Normalisation, Place, Product, Watch, Weights
-from pwfn.fixing.conditioning.passes import Inputs, Lane, Pass, key_of, pooled, sharing_copy
+from pwfn.fixing.conditioning.passes import Inputs, Lane, key_of, pooled, sharing_copy
 from pwfn.layout import Layout
 
 MEMORY = 2 * 2**30
@@ -65,7 +65,9 @@ class Conditioning:
         """Fix all layers, in the order in which the network uses them."""
         with _plain_attention():
             bytes_at = self._bytes_at(batches[0])
-            waiting = [self._lane(batch, number) for number, batch in enumerate(batches)][::-1]
+            networks = tuple(zip(self._networks, self._weights, strict=True))
+            lanes = [Lane(networks, batch, number, self._stops) for number, batch in enumerate(batches)]
+            waiting = lanes[::-1]
             active: list[Lane] = []
             try:
                 while waiting or active:
@@ -88,13 +90,6 @@ class Conditioning:
                 for lane in (*active, *waiting):
                     lane.close()
         self._round_the_rest()
-
-    def _lane(self, batch: Inputs, number: int) -> Lane:
-        passes = [
-            Pass(network, weights, batch, self._stops)
-            for network, weights in zip(self._networks, self._weights, strict=True)
-        ]
-        return Lane(passes[0], passes[1], number)
 
     def _has_room(self, active: Sequence[Lane], bytes_at: dict[Place | str, int]) -> bool:
         """Whether one more lane fits, at the depth of the first; unknown where no size was seen there."""
@@ -144,7 +139,6 @@ class Conditioning:
         positions = product.positions()
         bias = product.bias
         if bias is not None and self._is_fixed(bias):
-            product = Product(product.weight, None, product.inputs, product.convolution)
             bias = None
         rows = None if bias is None else bias.positions(positions.device)
 
@@ -224,16 +218,13 @@ def _moments(
     group: Sequence[Lane], limit: int, block: slice, without_bias: bool
 ) -> tuple[Tensor, Tensor, int]:
     """``E[x' x'^T]`` of some columns of the copy's inputs, ``E[x x'^T]`` with the original's; how many."""
-    moments: Tensor | float = 0.0
-    cross: Tensor | float = 0.0
+    moments = cross = torch.zeros((), dtype=torch.float64)
     count = 0
     for lane in group:
         own, original = (x[..., block] for x in lane.inputs(limit, without_bias))
         moments = (own.transpose(1, 2) @ own).double() + moments
         cross = (original.transpose(1, 2) @ own).double() + cross
         count += own.shape[1]
-    assert isinstance(moments, Tensor)
-    assert isinstance(cross, Tensor)
     return moments / count, cross / count, count
 
 
