@@ -234,8 +234,9 @@ class Run:
             traces=(after,) if before is None else (before, after),
             rate_bytes=net.rate_bytes(),
         )
-        self._warn(net.notes)
-        self._advance(rounds=(*self.progress.rounds, made), states=(*self.progress.states, *states))
+        done, kept = (*self.progress.rounds, made), (*self.progress.states, *states)
+        warnings = self.progress.noted(warn(net.notes, self.distributed))
+        self._advance(rounds=done, states=kept, warnings=warnings)
 
     def _warn(self, found: tuple[str, ...]) -> None:
         """Log these sentences, and keep them."""
