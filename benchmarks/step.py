@@ -1,6 +1,6 @@
 """The cost of a training step with Gaussian weights, against plain fine-tuning and other Bayesian layers.
 
-    python benchmarks/step.py [--quick] [--cases NAME …] [--recorded] [--rate] [--compiled] [--profile]
+    python benchmarks/step.py [--quick] [--cases NAME …] [--recorded] [--rate] [--profile]
 
 Prints one JSON line per case. A step is forward, backward, clipping to norm 1 and SGD with momentum, on
 one batch that is on the device already; on CUDA in bfloat16 autocast and channels-last, on a CPU in float32.
@@ -13,8 +13,7 @@ On CUDA there are also cases whose whole step is recorded as a CUDA graph (``tra
 plain fine-tuning as usual and with its whole step recorded, and the first round of ``recommended``, for its
 memory.
 
---rate compares a step of the method ``rate``, recorded on CUDA, with the same step without the code length;
---compiled a step through torch.compile (``training.compile``) with one as usual, both recorded on CUDA.
+--rate compares a step of the method ``rate``, recorded on CUDA, with the same step without the code length.
 
 Rivals: plain fine-tuning; ours with torch's optimiser instead of fused passes;
 ``torch.nn.utils.parametrize`` with ``mu + sigma * randn`` on every weight; the reparameterised layers of
@@ -47,7 +46,6 @@ from torch.nn.utils import parametrize
 from pwfn import Config, GaussianNetwork
 from pwfn.bayes.batches import Batch
 from pwfn.bayes.distributed import Distributed
-from pwfn.bayes.execution import Compiled
 from pwfn.bayes.grid.rate import RateNetwork
 from pwfn.bayes.method import MOMENTUM, Method, torch_optimizer
 from pwfn.bayes.objective import Objective, autocast
@@ -108,15 +106,12 @@ def timed(device: torch.device, work: Callable[[], None], count: int) -> float:
     return (time.perf_counter() - started) / count
 
 
-def ours(
-    setting: Setting, *, fused: bool = True, graph: bool = False, first: bool = False, compiled: bool = False
-) -> Steps:
+def ours(setting: Setting, *, fused: bool = True, graph: bool = False, first: bool = False) -> Steps:
     """The loop of a run, with half of the weights fixed; ``first``: the first round of ``recommended``."""
     config = setting.config
     if first:
         config = Config().override({"training.precision": config.training.precision})
     net = GaussianNetwork(setting.model, config).train()
-    net.compiled = Compiled(net.model) if compiled else None
     if not first:
         net.fix(0.5)
     config = config.override({"training.cuda_graph": graph})
@@ -315,10 +310,8 @@ def medians(runs: list[Steps], blocks: int, length: int) -> list[float]:
     return [statistics.median(own) for own in times]
 
 
-def measure(
-    name: str, device: torch.device, *, quick: bool, recorded: bool, rated: bool, compiled: bool
-) -> None:
-    """Print a line for every rival; ``recorded``, ``rated``, ``compiled``: of those cases alone."""
+def measure(name: str, device: torch.device, *, quick: bool, recorded: bool, rated: bool) -> None:
+    """Print a line for every rival; ``recorded``, ``rated``: of those cases alone."""
     cuda = device.type == "cuda"
     setting = Setting(name, device, 16 if quick and not cuda else None)
     blocks, length = (3, 2) if quick else (9, 10) if cuda else (11, 3)
@@ -332,9 +325,6 @@ def measure(
     ]
     if rated:
         compared = [(", method rate", rate, "rate without the code length", partial(rate, kind=Unpriced))]
-    elif compiled:
-        usual = partial(ours, graph=cuda)
-        compared = [(", torch.compile", partial(usual, compiled=True), "pwfn without torch.compile", usual)]
     elif cuda:
         captured = partial(ours, graph=True)
         compared = [] if recorded else compared
@@ -344,7 +334,7 @@ def measure(
         compared.append((", CUDA graph", captured, "plain fine-tuning", plain))
         compared.append((", CUDA graph", captured, "plain fine-tuning, CUDA graph", plain_captured))
     for way, mine, rival, make in compared:
-        graph = way.endswith("graph") or (cuda and (rated or compiled))
+        graph = way.endswith("graph") or (cuda and rated)
         # The memory of a graph does not count as allocated.
         our_bytes, rival_bytes = (0, 0) if graph else (peak_bytes(setting, mine), peak_bytes(setting, make))
         how = (5, 100) if rated else (5, 40) if graph else (blocks, length)
@@ -398,7 +388,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--recorded", action="store_true", help="only the cases with a CUDA graph")
     parser.add_argument("--rate", action="store_true", help="only the method rate, with its term and without")
-    parser.add_argument("--compiled", action="store_true", help="only with torch.compile and without")
     parser.add_argument("--profile", action="store_true", help="profile instead")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -408,8 +397,7 @@ def main() -> None:
         if options.profile:
             profile(name, device)
         else:
-            only = {"recorded": options.recorded, "rated": options.rate, "compiled": options.compiled}
-            measure(name, device, quick=options.quick, **only)
+            measure(name, device, quick=options.quick, recorded=options.recorded, rated=options.rate)
 
 
 if __name__ == "__main__":

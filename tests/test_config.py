@@ -231,7 +231,7 @@ def test_the_papers_numbers() -> None:
 def test_no_default_can_change_the_paper_preset() -> None:
     """What is not pinned is of the user's machine and data, not of the method."""
     free = {"posterior.rms_fraction", "posterior.tolerance", "training.precision", "training.cuda_graph"}
-    free |= {"training.accumulate", "training.steps_per_epoch", "training.compile"}
+    free |= {"training.accumulate", "training.steps_per_epoch"}
     free |= {name for name in FIELDS if name.split(".")[0] in ("layout", "target")}
     assert set(PRESETS["paper"]) == set(FIELDS) - free
 

@@ -138,7 +138,7 @@ def test_no_round_holds_a_vector_of_sigmas(kind: str, moments: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         state = [t for of in optimizer.state.values() for t in of.values()]
-        tensors = [*net.parameters(), *net.buffers(), *state, *optimizer.flat.leaves]
+        tensors = [*net.parameters(), *net.buffers(), *state, *optimizer.leaves]
         assert not any(p.grad is not None for p in net.parameters())
         held.append(held_bytes(tensors) / size)
         net.fix(fraction)

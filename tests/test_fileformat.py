@@ -474,7 +474,11 @@ def test_the_fault_names_its_field_and_the_file(tmp_path: Path) -> None:
     refused(parts.sealed(), r"tensors\[3\]\.groups is 1\.5: a whole number from 0 to 2\^48 is needed$")
     path = tmp_path / "net.pwfn"
     path.write_bytes(parts.sealed())
-    for place, message in ((path, "the header"), (tmp_path / "none", "No such file"), (tmp_path, "is a folder")):
+    for place, message in (
+        (path, "the header"),
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "is a folder"),
+    ):
         with pytest.raises(FileError, match=f"^{re.escape(str(place))}: {message}"):
             load(place)
 

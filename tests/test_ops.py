@@ -325,7 +325,7 @@ SHORT = torch.ones(4)
         # Whether the state fits the mask is known to the reference, which counts the free weights.
         ("sgd_", {"momentum_mu": SHORT, "momentum_sigma": SHORT}, "4 entries for 3 free weights"),
         ("adamw_", dict.fromkeys(("mean_mu", "mean_sigma", "square_mu", "square_sigma"), SHORT), "4 entries"),
-        ("sgd_", {"offsets": torch.zeros(2).long()}, r"offsets is a .*free_offsets"),
+        ("sgd_", {"offsets": torch.zeros(2).long()}, "offsets is a"),
         ("sgd_", {"offsets": torch.zeros(1)}, "offsets is a"),
         ("sgd_", {"scale": torch.ones(1)}, "scale is a"),
         ("sgd_", {"scale": torch.tensor(1)}, "scale is a"),

@@ -16,13 +16,12 @@ from torch.nn import functional as F
 from pwfn import Config, GaussianNetwork, compress
 from pwfn.bayes import kernels
 from pwfn.bayes.batches import Batch
-from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import torch_optimizer
 from pwfn.bayes.objective import Objective
-from pwfn.bayes.optimizer import FlatAdamW, FlatDraw, FlatSGD
+from pwfn.bayes.optimizer import FlatAdamW, FlatSGD
 from pwfn.bayes.train import fit
 from pwfn.config import TrainingConfig
-from pwfn.errors import ConfigError, WeightError
+from pwfn.errors import WeightError
 from pwfn.file.format import dumps
 from pwfn.zoo.models import digits_resnet
 
@@ -200,7 +199,7 @@ def test_a_state_that_was_kept_goes_on_as_if_never_stopped(kind: type[Any], opti
     def steps(optimizer: Flat, some: list[Batch]) -> None:
         for batch in some:
             with optimizer.drawn():
-                F.cross_entropy(optimizer.flat.net(*batch.args), batch.target).backward()
+                F.cross_entropy(optimizer.net(*batch.args), batch.target).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -210,13 +209,13 @@ def test_a_state_that_was_kept_goes_on_as_if_never_stopped(kind: type[Any], opti
     steps(first, batches()[:3])
     kept = copy.deepcopy(first.state_dict())
     net = half_fixed()
-    net.load_state_dict(first.flat.net.state_dict())
+    net.load_state_dict(first.net.state_dict())
     second = flat(net, kind, **options)
     second.param_groups[0]["seed"] = 99  # the state has its own
     second.load_state_dict(kept)
     steps(second, batches()[3:])
-    assert torch.equal(second.flat.net.mu, whole.flat.net.mu)
-    assert torch.equal(second.flat.net.sigma, whole.flat.net.sigma)
+    assert torch.equal(second.net.mu, whole.net.mu)
+    assert torch.equal(second.net.sigma, whole.net.sigma)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -237,7 +236,7 @@ def test_only_free_weights_have_state(kind: type[Any], options: dict[str, Any]) 
 def take_step(optimizer: Flat) -> None:
     batch = batches()[0]
     with optimizer.drawn():
-        F.cross_entropy(optimizer.flat.net(*batch.args), batch.target).backward()
+        F.cross_entropy(optimizer.net(*batch.args), batch.target).backward()
     optimizer.step()
 
 
@@ -283,7 +282,7 @@ def test_no_gradient_is_kept_from_one_step_to_the_next(monkeypatch: pytest.Monke
 
     def watched(*args: Any, **numbers: Any) -> None:
         seen.append(weakref.ref(args[4]))
-        assert all(leaf.grad is None for leaf in optimizer.flat.leaves)  # the pieces' own are gone by then
+        assert all(leaf.grad is None for leaf in optimizer.leaves)  # the pieces' own are gone by then
         sgd_(*args, **numbers)
 
     sgd_ = kernels.sgd_
@@ -291,19 +290,6 @@ def test_no_gradient_is_kept_from_one_step_to_the_next(monkeypatch: pytest.Monke
     take_step(optimizer)
     (gradient,) = seen
     assert gradient() is None
-
-
-def test_a_gradient_collected_before_gives_the_same_step() -> None:
-    one, other = (flat(half_fixed(), FlatSGD, momentum=0.9, clip_norm=0.05) for _ in range(2))
-    take_step(one)
-    batch = batches()[0]
-    with other.drawn():
-        F.cross_entropy(other.flat.net(*batch.args), batch.target).backward()
-    gradient = other.flat.collect()
-    assert gradient.shape == other.flat.net.free_mu.shape
-    other.step(gradient)
-    assert torch.equal(one.flat.net.mu, other.flat.net.mu)
-    assert torch.equal(one.flat.net.sigma, other.flat.net.sigma)
 
 
 def test_weights_in_bfloat16_are_the_draw_rounded_once() -> None:
@@ -468,16 +454,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_where_the_loss_is_scaled() -> 
     assert not torch.equal(net.mu, before.mu)
 
 
-def test_an_optimiser_made_for_other_steps_is_refused() -> None:
-    net = half_fixed(CONSTANT)
-    optimizer = FlatSGD(net, lr=0.1)
-    with pytest.raises(ConfigError, match="1 batches per step in 1 processes, and the run has 2 in 1"):
-        fit(
-            *(net, iter(batches()), 1, TASK, TrainingConfig(accumulate=2)),
-            optimizer=optimizer,
-            where="here",
-            distributed=Distributed(CPU),
-        )
+def test_a_step_of_several_draws_cannot_train_sigma() -> None:
     with pytest.raises(WeightError, match="cannot train sigma: use a torch optimiser"):
         flat(half_fixed(), FlatSGD, draws=2)
 
@@ -529,17 +506,18 @@ def test_bf16_puts_narrow_weights_only_where_autocast_casts_all(
     data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(6)]
     config = Config().override({**IN_BF16, "posterior.init": "rms", "training.optimizer": optimizer})
     seen: list[torch.dtype] = []
-    collect = FlatDraw.collect
+    kind: type[Any] = FlatSGD if optimizer == "sgd" else FlatAdamW
+    collect = kind.collect
 
-    def noted(draw: FlatDraw) -> Tensor:
+    def noted(draw: Any) -> Any:
         seen.extend({leaf.dtype for leaf in draw.leaves})
         return collect(draw)
 
-    monkeypatch.setattr(FlatDraw, "collect", noted)
+    monkeypatch.setattr(kind, "collect", noted)
     found = compress(Precise(precise), data, config=config).compressed
     wide = torch.float32 if precise else torch.bfloat16
     assert seen == [torch.float32, *[wide] * 5] * 2
-    monkeypatch.setattr(FlatDraw, "_narrow_if_cast", lambda *_: None)
+    monkeypatch.setattr(kind, "_narrow_if_cast", lambda *_: None)
     assert dumps(compress(Precise(precise), data, config=config).compressed) == dumps(found)
 
 

@@ -152,8 +152,6 @@ class Run:
                 distill = comparison(next(self.val.batches(), None), self.original)
         self.scored, self.objective, self.metric = tasks(loss_fn, metric, distill, self.original, config)
         check_target(config.target, self.val is not None and self.metric is not None)
-        if config.training.compile:
-            self.net.compiled, self.objective = self.objective.compiled(self.net.model)
         data = self.train.repeatable() if self.searches else self.train  # every try reads it again
         trains = any(phase.epochs for phase in self.phases) or config.finish.takes_steps
         self.batches_per_epoch = data.steps_per_epoch(config.training) if trains else 1
@@ -170,8 +168,7 @@ class Run:
         if self.progress.network is None:
             self._start()
         self.progress.restore(self.net)
-        warnings = warn(other_threads(self.progress.threads, self.threads), self.distributed)
-        self.progress = replace(self.progress, warnings=self.progress.noted(warnings))
+        self._warn(other_threads(self.progress.threads, self.threads))
         self.batches = self.train.endless(self.progress.batches)
         if self.progress.random is not None:
             restore_random_states(self.progress.random[self.distributed.rank])
@@ -242,6 +239,10 @@ class Run:
         warnings = self.progress.noted(warn(net.notes, self.distributed))
         self._advance(rounds=done, states=kept, warnings=warnings)
 
+    def _warn(self, found: tuple[str, ...]) -> None:
+        """Log these sentences, and keep them."""
+        self.progress = replace(self.progress, warnings=self.progress.noted(warn(found, self.distributed)))
+
     def _state(self, number: int, fraction: float) -> State:
         """The whole network as it would be if the run ended here; the run itself is not affected."""
         with undisturbed(self.train, self.val):  # loaders that shuffle draw from random states
@@ -289,7 +290,7 @@ class Run:
                 self._advance(choice=choice, uncompressed=uncompressed, finished=number + 1)
         compressed = net.finish()
         codes, found = self.distributed.first(lambda: self._posterior(compressed))
-        self.progress = replace(self.progress, warnings=self.progress.noted(warn(found, self.distributed)))
+        self._warn(found)
         return self._result(replace(compressed, sigma_codes=codes))
 
     def _posterior(self, compressed: Compressed) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:

@@ -70,11 +70,9 @@ def reestimate_batchnorm(
     where: str,
     distributed: Distributed | None = None,
 ) -> int:
-    """Gather running statistics again at the point estimate, as plain means over all batches.
+    """Gather running statistics again at the point estimate; returns the number of layers done.
 
-    Statistics gathered under noise do not fit the network without it. Returns the number of layers done.
-    The rest of the network is in evaluation mode meanwhile. A layer that no batch passes through keeps
-    its statistics; after an error every layer does.
+    Statistics gathered under noise do not fit the network without it. See :func:`gathering`.
     """
     with gathering(net) as layers, net.sampling(False):
         if not layers:

@@ -1,10 +1,9 @@
-"""Faster steps: images in channels-last order, ``torch.compile``, a step as a CUDA graph without Python.
+"""Faster steps: images in channels-last order, a step as a CUDA graph without Python.
 
-A recording contains kernels, not the program. A model whose forward pass changes from call to call cannot be
-replayed. Where it draws random numbers on the host (Python's, numpy's, torch's on the CPU), counts its calls
-in an attribute, or reads a value from the device, steps run as usual, with a warning. Dropout and the like
-draw new numbers in every replay. A change in Python that leaves no such trace needs
-``training.cuda_graph = false``.
+A recording contains kernels, not the program. Where a model draws random numbers on the host (Python's,
+numpy's, torch's on the CPU), counts its calls in an attribute, or reads a value from the device, steps run as
+usual, with a warning. Dropout and the like draw new numbers in every replay. A change in Python that leaves
+no such trace needs ``training.cuda_graph = false``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,7 +23,6 @@ from pwfn.bayes.randomness import random_states, restore_random_states, undistur
 from pwfn.config import Precision
 from pwfn.errors import DataError, PwfnError, cause
 
-_PLAIN_PASSES = 2  # before compiling: the first passes are watched (see network.py and optimizer.py)
 _MOST_SHAPES = 100  # of batches, none of which came often enough to be recorded
 _WARMUP_STEPS = 3  # libraries initialise themselves in their first calls, which cannot be recorded
 LOGGER = logging.getLogger("pwfn")
@@ -58,67 +55,10 @@ def channels_last(source: Source, model: Callable[..., Any], precision: Precisio
     return arranged
 
 
-class Compiled:
-    """Calls a module by ``torch.compile`` for inputs of the shape that came first.
-
-    Other shapes, such as the last batch of an epoch, would each take as long to compile: they are computed
-    as usual. So is everything once compiling has failed, for this module or for the one ``beside`` it; a
-    warning says why.
-
-    >>> layer = torch.nn.Linear(2, 2)
-    >>> torch.equal(Compiled(layer)(torch.ones(1, 2)), layer(torch.ones(1, 2)))
-    True
-    """
-
-    def __init__(self, module: Callable[..., Any], beside: Compiled | None = None) -> None:
-        self.module = module
-        self._failures: list[Exception] = [] if beside is None else beside._failures  # of both: one warning
-        self._compiled: Callable[..., Any] | None = None
-        self._shape: Any = None
-        self._passes = 0
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a network is not compiled."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether compiling has failed, here or beside."""
-        return bool(self._failures)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
-        module, shape = self.module, Batch(args, kwargs, None).shape()
-        if self._shape is None:
-            self._shape = shape
-        if self.failed or shape != self._shape or self._passes < _PLAIN_PASSES:
-            self._passes += shape == self._shape
-            return module(*args, **kwargs)
-        try:
-            if self._compiled is None:
-                self._compiled = torch.compile(module, dynamic=False)
-                with warnings.catch_warnings():  # it asks weights that are no leaves for their gradients
-                    warnings.filterwarnings("ignore", "The .grad attribute")
-                    return self._compiled(*args, **kwargs)
-            return self._compiled(*args, **kwargs)
-        except RuntimeError as error:
-            own = ("torch._dynamo", "torch._inductor")
-            if self._compiled is not None and not type(error).__module__.startswith(own):
-                raise  # the module's own
-            self._failures.append(error)
-            inner = getattr(error, "inner_exception", None)
-            LOGGER.warning(
-                "the model could not be compiled, so that steps take longer: %s. The result is the same; "
-                "training.compile = false silences this",
-                cause(inner if isinstance(inner, Exception) else error),
-            )
-            return module(*args, **kwargs)
-
-
 class RecordedStep(Generic[T]):
     """A step on batches of one shape, by replaying a graph.
 
-    The first few steps, and batches of another shape, are computed as usual. So is everything once a
-    recording has failed; a warning says why.
+    The first few steps, and batches of another shape, run as usual; all do once a recording has failed.
 
     Args:
         work: the whole step on one batch. What it returns must be tensors, which a replay overwrites.
@@ -171,21 +111,12 @@ class RecordedStep(Generic[T]):
             first = error.__context__  # leaving the capture fails too, and says less
             self._give_up(where, cause(first if isinstance(first, Exception) else error), before)
             return
-        changed = next(
-            (
-                name
-                for own, now in zip(numbers, self._numbers(), strict=True)
-                for name in own
-                if own[name] != now.get(name)
-            ),
-            None,
-        )
-        if changed is not None or _drew_on_the_host(before):
+        pairs = zip(numbers, self._numbers(), strict=True)
+        changed = [name for own, now in pairs for name in own if own[name] != now.get(name)]
+        if changed or _drew_on_the_host(before):
             for thing, own in zip(self._watched, numbers, strict=True):
                 vars(thing).update(own)
-            why = (
-                "draws random numbers on the host" if changed is None else f"changes {changed} in every step"
-            )
+            why = f"changes {changed[0]} in every step" if changed else "draws random numbers on the host"
             self._give_up(where, f"the model {why}", before)
             return
         self._graph, self._shape, self._batch, self._result = graph, shape, static, result

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.bayes import kernels
+from pwfn.bayes.kernels.reference import SIGMA_FLOOR
 from pwfn.bayes.method import DataProbe, Method, WeightState, register
 from pwfn.bayes.network import check_finite
-from pwfn.bayes.sigma import SIGMA_FLOOR, root_mean_square, starting_sigma, tolerated_sigma
+from pwfn.bayes.sigma import root_mean_square, starting_sigma, tolerated_sigma
 from pwfn.config import Config, SigmaInit
 from pwfn.errors import WeightError
 from pwfn.file.compressed import Compressed
@@ -36,17 +37,14 @@ class GaussianNetwork(Method):
     """Any eager model with its convolution and linear weights as independent Gaussians.
 
     In training mode every forward pass draws ``w = mu + sigma * eps``. In evaluation mode it uses the
-    means, so that before any training the output equals the model's own, bit for bit. The model given is
-    copied, not changed; the copy's other parameters (BatchNorm, tokens, …) are trained along.
+    means: before any training the output equals the model's own, bit for bit. The model given is not
+    changed; the copy's other parameters (BatchNorm, tokens, …) are trained along.
 
     The default ``posterior.init = "tolerance"`` needs data. Until :meth:`tolerate` is called, sigma is
-    ``posterior.rms_fraction`` times the root mean square of all weights. By default sigma is not trained:
-    :meth:`penalty` is zero, and :meth:`parameter_groups` gives sigma a learning rate of zero.
+    ``posterior.rms_fraction`` times the root mean square of all weights. By default sigma is not trained.
 
-    A fixed weight lives in a buffer, not in a parameter: no optimiser, momentum or weight decay can move
-    it. ``mu`` and ``sigma`` are the current vectors (fixed where fixed); ``free_mu`` and ``free_sigma``
-    are the trained parameters behind them. In a run a constant sigma takes no vector; see
-    :meth:`share_storage`.
+    A fixed weight lives in a buffer, not in a parameter: no optimiser can move it. ``mu`` and ``sigma`` are
+    the current vectors; ``free_mu`` and ``free_sigma`` are the trained parameters behind them.
 
     >>> model = nn.Linear(4, 2)
     >>> net = GaussianNetwork(model).eval()
@@ -102,10 +100,9 @@ class GaussianNetwork(Method):
     def tolerate(self, loss: Callable[[], float]) -> None:
         """Set sigma to the noise at which the loss has risen by ``posterior.tolerance``.
 
-        One value for all free weights; see :func:`pwfn.bayes.sigma.tolerated_sigma`. ``loss`` is the
-        mean training loss of this network on the same batches with the same noise at every call, or another
-        cost of the noise. ``compress`` calls this for you; for losses other than cross entropy, with
-        :func:`pwfn.bayes.sigma.relative_error`.
+        One value for all free weights; see :func:`pwfn.bayes.sigma.tolerated_sigma`. ``loss`` is the mean
+        training loss of this network, or another cost of the noise, on the same batches with the same noise
+        at every call. ``compress`` calls this for you.
 
         >>> net = GaussianNetwork(nn.Linear(3, 1), Config().override({"posterior.tolerance": 0.25}))
         >>> net.tolerate(lambda: net.sigma[0].item() ** 2)
@@ -171,33 +168,24 @@ class GaussianNetwork(Method):
 
     def fix(self, fraction: float) -> FixRecord:
         """Fix weights until ``ceil(N * fraction)`` of them are; see :func:`pwfn.fix_round`."""
-        before, mask, settings = self.mu.detach(), self.fixed, self.settings.fixing
-        check_finite(before, self.layout, "mean of")
+        check_finite(self.mu.detach(), self.layout, "mean of")
         check_finite(self.sigma.detach(), self.layout, "sigma of")
-        result = fix_round(
-            before,
-            self.sigma,
-            mask,
-            fraction,
-            rule=settings.rule,
-            b=settings.grid_exponent,
-            sweep=settings.sweep,
-        )
-        return self._fixed_as(result.mu, result.sigma, result.fixed, fraction, tuple(result.steps))
+        return self._fix(fraction, 1.0, self.settings.fixing.sweep)
 
-    def _fixed_as(
-        self, mu: Tensor, sigma: Tensor, fixed: Tensor, fraction: float, steps: tuple[FixStep, ...]
-    ) -> FixRecord:
-        new = fixed & ~self.fixed
-        moves = relative_moves(self.mu.detach()[new], mu[new])
-        self.fixed_mu.copy_(torch.where(new, mu, self.fixed_mu))
-        sigmas = torch.where(new, sigma, self._fixed_sigmas())
-        self.fixed.copy_(fixed)
+    def _fix(self, fraction: float, delta: float, sweep: float | None) -> FixRecord:
+        rule, b = self.settings.fixing.rule, self.settings.fixing.grid_exponent
+        vectors = self.mu.detach(), self.sigma, self.fixed
+        result = fix_round(*vectors, fraction, rule=rule, b=b, delta=delta, sweep=sweep)
+        new = result.fixed & ~self.fixed
+        moves = relative_moves(self.mu.detach()[new], result.mu[new])
+        self.fixed_mu.copy_(torch.where(new, result.mu, self.fixed_mu))
+        sigmas = torch.where(new, result.sigma, self._fixed_sigmas())
+        self.fixed.copy_(result.fixed)
         if self.free_sigma.dim():
             self.fixed_sigma.copy_(sigmas)
         else:
             self.fixed_sigma = sigmas[self.fixed]
-        self.records.append(FixRecord(fraction, int(self.fixed.sum()), steps, tuple(moves)))
+        self.records.append(FixRecord(fraction, int(self.fixed.sum()), tuple(result.steps), tuple(moves)))
         return self.records[-1]
 
     def finish(self) -> Compressed:
@@ -209,23 +197,10 @@ class GaussianNetwork(Method):
         return Compressed.of(self.layout, held(self.layout, self.fixed_mu), self.fixed_sigma, others)
 
     def rounded(self) -> Self:
-        """A copy whose free weights are fixed too, each at its own nearest candidate of the highest order.
-
-        >>> net = GaussianNetwork(nn.Linear(4, 2))
-        >>> net.rounded().finish().layout.size, int(net.fixed.sum())
-        (10, 0)
-        """
+        """A copy whose free weights are fixed too, each at its own nearest candidate of the highest order."""
         other = copy.deepcopy(self)
         # With so small a threshold only weights that lie on a candidate are taken before the sweep.
-        tiny = 2.0**-100
-        result = fix_round(
-            *(other.mu.detach(), other.sigma, other.fixed, 1.0),
-            rule=self.settings.fixing.rule,
-            b=self.settings.fixing.grid_exponent,
-            delta=tiny,
-            sweep=tiny,
-        )
-        other._fixed_as(result.mu, result.sigma, result.fixed, 1.0, tuple(result.steps))
+        other._fix(1.0, 2.0**-100, 2.0**-100)
         return other
 
     def state(self) -> WeightState:
@@ -257,12 +232,10 @@ class GaussianNetwork(Method):
         """Let fixed and free values share one storage, which saves two vectors; a constant sigma takes none.
 
         Where sigma is not trained and the same for all free weights, ``free_sigma`` becomes a scalar without
-        a gradient, and ``fixed_sigma`` has one entry per fixed weight, in their order. A momentum has one
-        per free weight, so that later rounds take no more memory than the first.
+        a gradient, and ``fixed_sigma`` has one entry per fixed weight, in their order.
 
         From then on only an optimiser that leaves fixed weights alone may be used, as those of
-        :mod:`pwfn.bayes.optimizer` do. A copy, or a move to another device, has its own storage again; a
-        state that is loaded, its own vector of sigmas.
+        :mod:`pwfn.bayes.optimizer` do. A copy, a move to another device or a state that is loaded ends it.
 
         >>> net = GaussianNetwork(nn.Linear(4, 2))
         >>> net.share_storage()
@@ -333,17 +306,9 @@ class GaussianNetwork(Method):
             return self.mu
         quiet = self.training and not self.settings.posterior.noise_on_fixed
         if self._at is not None:
+            vectors = self.free_mu, self.free_sigma, self.fixed, self.fixed_mu, self._fixed_sigmas()
             seed, step = self._at
-            return kernels.draw(
-                self.free_mu,
-                self.free_sigma,
-                self.fixed,
-                self.fixed_mu,
-                self._fixed_sigmas(),
-                seed=seed,
-                step=step,
-                noise_on_fixed=not quiet,
-            )
+            return kernels.draw(*vectors, seed=seed, step=step, noise_on_fixed=not quiet)
         fixed_sigma = torch.zeros_like(self.fixed_mu) if quiet else self._fixed_sigmas()
         free_sigma = self.free_sigma if self.training else self._floored()
         return kernels.sample(self.mu, torch.where(self.fixed, fixed_sigma, free_sigma), self._generator)

@@ -260,11 +260,6 @@ class FixedNetwork(WeightNetwork):
         self._place(net.training)
         self.register_buffer("values", held(net.layout, compressed.values()).to(net.device), persistent=False)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights; there may be no parameter left."""
-        return self.values.device
-
     def weights(self) -> dict[str, Tensor]:
         """The final values."""
         return self.layout.views(self.values)

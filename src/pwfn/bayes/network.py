@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import threading
 import weakref
 from abc import abstractmethod
@@ -17,7 +18,6 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pwfn.bayes.execution import Compiled
 from pwfn.config import Config
 from pwfn.errors import ConfigError, LayoutError, WeightError
 from pwfn.layout import Layout
@@ -32,7 +32,6 @@ class WeightNetwork(nn.Module):
 
     graph_safe: ClassVar[bool] = True  # a plain step runs the same kernels each time, as a CUDA graph needs
     recordable = True  # until a step of it could not be recorded
-    compiled: Compiled | None = None  # what training calls instead of the model
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         super().__init__()
@@ -100,8 +99,8 @@ class WeightNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(self.parameters()).device
+        """The device of the weights; a network whose weights are final may have no parameter."""
+        return next(itertools.chain(self.parameters(), self.buffers())).device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with :meth:`weights`."""
@@ -114,7 +113,7 @@ class WeightNetwork(nn.Module):
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_placed:
-            return self._run(args, kwargs)
+            return self.model(*args, **kwargs)
         # With gradients enabled even where the caller disabled them: torch chooses between matrix
         # products by whether a weight requires gradients, and they differ in the last bits.
         with torch.inference_mode(False), torch.enable_grad():
@@ -125,15 +124,10 @@ class WeightNetwork(nn.Module):
         pieces = [found[entry.name] for entry in self.layout.entries]
         again = _Again(pieces) if torch.is_grad_enabled() else None
         with self._holding(pieces if again is None else again.joined(pieces)):
-            output = self._run(args, kwargs)
+            output = self.model(*args, **kwargs)
         if again is not None:
             self._ready_backward(output, again)
         return output
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model itself, whose weights are in their places; compiled where a step asks for it."""
-        compiles = self.compiled is not None and self.training and torch.is_grad_enabled()
-        return (self.compiled if compiles else self.model)(*args, **kwargs)  # type: ignore[misc]  # not None
 
     @contextmanager
     def placed(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -233,8 +227,8 @@ class _Again:
     """The weights of one pass, for the parts of it that backward computes again.
 
     Those parts use leaves: a re-entrant checkpoint runs a backward pass of its own, which would go through
-    the graph of the weights once for every part. Their gradients are added where the pass's own arrive.
-    The graph refers to this object, which must not refer to anything behind it: nothing would free the two.
+    the graph of the weights once for every part. Their gradients are added where the pass's own arrive. The
+    graph refers to this object, which must not refer to anything behind it: nothing would free them.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -318,8 +312,7 @@ def forget_graphs(net: nn.Module) -> None:
 def hollow_copy(model: nn.Module, layout: Layout) -> nn.Module:
     """A deep copy of the model without its compressed parameters, whose places hold None.
 
-    ``functional_call`` puts the weights there for one forward pass; elsewhere the copy has only
-    what is trained or kept beside the vector, so that ``parameters()`` and ``state_dict()`` do too.
+    So ``parameters()`` and ``state_dict()`` have only what is trained or kept beside the vector.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     covered = {id(parameters[entry.name]): _Absent.of(entry.name) for entry in layout.entries}

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pwfn.bayes.batches import BATCH_ERRORS, Batch
-from pwfn.bayes.execution import Compiled
 from pwfn.bayes.network import tensors_of
 from pwfn.config import Config, Precision
 from pwfn.errors import DataError, TooLargeError, cause
@@ -29,12 +28,6 @@ class Objective:
 
     loss_fn: LossFn
     teacher: Callable[..., Any] | None = None
-
-    def compiled(self, model: nn.Module) -> tuple[Compiled, Objective]:
-        """The model through ``torch.compile``, and the objective with the teacher so."""
-        found = Compiled(model)
-        taught = self if self.teacher is None else replace(self, teacher=Compiled(self.teacher, found))
-        return found, taught
 
     def __call__(self, net: nn.Module, batch: Batch, where: str) -> Tensor:
         """The loss of a batch."""

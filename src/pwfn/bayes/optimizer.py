@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn.bayes import kernels
-from pwfn.bayes.distributed import Distributed, MeanGradient
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.method import BETAS, MOMENTUM, Method, fused, on_device, torch_optimizer
 from pwfn.bayes.network import tensors_of
@@ -23,67 +23,121 @@ from pwfn.config import OptimizerName, Precision, TrainingConfig
 from pwfn.errors import WeightError
 
 
-class FlatDraw:
-    """The weights of one step as leaves of the graph, and the gradient that backward leaves with them.
+class FlatOptions(TypedDict, total=False):
+    """See :class:`FlatSGD`."""
 
-    The mask of fixed weights must not change as long as an instance is used. ``mean`` collects the gradients
-    where a step has several draws.
+    clip_norm: float | None
+    dtype: torch.dtype | None
+    seed: int
+    draws: int
+    distributed: Distributed | None
+
+
+class _Flat(torch.optim.Optimizer):
+    """What the flat optimisers share: the weights of a step are leaves of the graph, drawn in one pass.
+
+    ``seed`` and ``count`` are in the first parameter group. Steps are counted on the device, so that a
+    recorded step counts itself. The mask of fixed weights must not change as long as an instance is used.
     """
 
-    def __init__(
+    narrower: torch.dtype | None = None  # to draw in from the second step on, if autocast allows it
+
+    def _prepare(
         self,
         net: GaussianNetwork,
-        dtype: torch.dtype | None,
+        *names: str,
+        clip_norm: float | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
         draws: int = 1,
         distributed: Distributed | None = None,
     ) -> None:
+        """``names``: of the vectors in the state of mu and of sigma."""
+        self.net, self.clip_norm, self.draws, self._names = net, clip_norm, draws, names
+        self.distributed = distributed or Distributed(net.device)
+        trains_sigma = self.param_groups[1]["lr"] != 0
+        self._several = draws * self.distributed.world > 1
+        if self._several and trains_sigma:
+            # Sigma's gradient is g * eps: that of several draws is not the mean of g, times anything.
+            raise WeightError("a step of several draws cannot train sigma: use a torch optimiser")
         if any(entry.dtype != net.free_mu.dtype for entry in net.layout.entries):
             raise WeightError("the model's weights have several types: use a torch optimiser")
-        self.net = net
-        self.others = [p for p in net.model.parameters() if p.requires_grad]
-        self.offsets = kernels.free_offsets(net.fixed)
-        self.free = int((~net.fixed).sum())
+        self.param_groups[0] |= {"seed": seed, "count": 0}
+        self._norm_seed = self.distributed.first(lambda: seed)
+        self._step_supports_amp_scaling = False  # a loss scaler decides itself whether a step is taken
+        self._count = torch.zeros((), dtype=torch.int64, device=net.device)
         self._mask, self._version = net.fixed, net.fixed._version
-        self.narrower: torch.dtype | None = None  # to draw in from the second step on, if autocast allows it
+        self._offsets, self._free = kernels.free_offsets(net.fixed), int((~net.fixed).sum())
         self._casts: _Casts | None = None
         self._values = torch.empty_like(net.free_mu.detach(), dtype=dtype)
+        self._sum: Tensor | None = None  # of the gradients of a step's earlier draws
         self.leaves = [nn.Parameter(piece) for piece in net.layout.pieces(self._values)]
-        self.distributed, self.draws = distributed or Distributed(net.device), draws
-        several = draws * self.distributed.world > 1
-        self.mean = MeanGradient(self.leaves, self.distributed) if several else None
+        self.others = [p for p in net.model.parameters() if p.requires_grad]
+        for parameter, count in ((net.free_mu, self._free), (net.free_sigma, trains_sigma * self._free)):
+            self.state[parameter] = {
+                name: torch.zeros(count, dtype=parameter.dtype, device=parameter.device) for name in names
+            }
 
     @contextmanager
-    def drawn(self, seed: int, count: Tensor) -> Iterator[None]:
-        """Within the block the network has the weights of this step."""
+    def drawn(self, number: int = 0) -> Iterator[None]:
+        """Within the block the network has draw ``number`` of this step, and backward finds its weights."""
         net = self.net
-        self.check_mask()
+        if number:
+            self._sum = self._total()
+        self._check_mask()
         if self._casts is not None:
             self._narrow_if_cast(self._casts)
         kernels.draw_(
-            self._values,
-            net.free_mu,
-            net.free_sigma,
-            net.fixed,
-            net.fixed_mu,
-            net.fixed_sigma,
-            seed=seed,
+            *(self._values, net.free_mu, net.free_sigma, net.fixed, net.fixed_mu, net.fixed_sigma),
+            seed=self.param_groups[0]["seed"],
             step=0,
-            ahead=count,
+            ahead=self._draw(number),
             noise_on_fixed=net.settings.posterior.noise_on_fixed,
-            offsets=None if net.free_sigma.dim() else self.offsets,
+            offsets=None if net.free_sigma.dim() else self._offsets,
         )
         if self.narrower is not None:
             self._casts = _Casts(self.leaves, self.narrower)
         with net.placed(self.leaves), self._casts or nullcontext():
             yield
 
-    def _narrow_if_cast(self, casts: _Casts) -> None:
-        """Where autocast has cast every weight, draw them in its type: the same numbers, in one pass less."""
-        if casts.all:
-            self._values = self._values.to(casts.dtype)
-            for leaf, piece in zip(self.leaves, self.net.layout.pieces(self._values), strict=True):
-                leaf.data = piece
-        self.narrower = self._casts = None
+    def gather(self) -> None:
+        """After the draws of a step: all gradients become their means over batches and processes."""
+        whole, self._sum = self._total(), None
+        self.distributed.average_gradients_(self.others)
+        self.distributed.average_([whole])
+        self.net.free_mu.grad = whole
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """What backward leaves gradients with: the pieces of a draw, and the uncompressed parameters."""
+        return [*self.leaves, *self.others]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for parameter in (*self.trained, self.net.free_mu):
+            parameter.grad = None
+        self._sum = None
+
+    @torch.no_grad()
+    def step(self) -> Tensor:  # type: ignore[override]  # torch's takes a closure
+        """One step from the gradients that backward left; returns their norm before clipping."""
+        mu = self.net.free_mu
+        self._check_mask()
+        if mu.grad is None and self._several:
+            self.gather()
+        gradient = self.collect() if mu.grad is None else mu.grad
+        mu.grad = None  # torch's own step is for the uncompressed parameters
+        norm, scale = self._norm_and_scale(gradient)
+        trained = self.net.free_mu, self.net.free_sigma
+        state = [self.state[parameter][name] for name in self._names for parameter in trained]
+        self._update(*trained, *state, gradient, self.net.fixed, self._offsets, scale)
+        super().step()
+        self._count += 1
+        return norm
+
+    def _update(self, *vectors: Tensor) -> None:
+        """Update mu and sigma: the optimiser's own kernel."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def collect(self) -> Tensor:
@@ -99,27 +153,35 @@ class FlatDraw:
             torch._foreach_copy_([part for part, _ in found], [g for _, g in found])
         return whole
 
-    def norm_and_scale(
-        self, gradient: Tensor, clip_norm: float | None, seed: int, count: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _total(self) -> Tensor:
+        """The sum of the gradients of all draws so far, in the type of mu."""
+        gradient = self.collect().to(self.net.free_mu.dtype)
+        return gradient if self._sum is None else self._sum.add_(gradient)
+
+    def _norm_and_scale(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of the task's gradient over mu, sigma and the others; the factor that clips it.
 
         The gradients of the other parameters are scaled in place.
         """
-        squared = kernels.grad_squared_norm(gradient, self.net.fixed, seed=seed, step=0, ahead=count)
+        at: dict[str, Any] = {"seed": self._norm_seed, "step": 0, "ahead": self._draw(0)}
+        squared = kernels.grad_squared_norm(gradient, self.net.fixed, **at)
         others = [p.grad for p in self.others if p.grad is not None]
         if others:
             total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(others)))
             squared = torch.addcmul(squared, total, total)
         norm = squared.sqrt().float()
-        if clip_norm is None:
+        if self.clip_norm is None:
             return norm, torch.ones_like(norm)
-        scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+        scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
         if others:
             torch._foreach_mul_(others, scale)
         return norm, scale
 
-    def check_mask(self) -> None:
+    def _draw(self, number: int) -> Tensor:
+        """The number of a draw, over all steps."""
+        return self._count if self.draws == 1 else self._count * self.draws + number
+
+    def _check_mask(self) -> None:
         """An optimiser's state belongs to one mask; with another it would belong to other weights."""
         fixed = self.net.fixed
         if fixed is not self._mask or fixed._version != self._version:
@@ -127,131 +189,17 @@ class FlatDraw:
                 "weights were fixed, loaded or moved since the optimiser was made: make a new one after that"
             )
 
-
-class _Casts(TorchDispatchMode):
-    """Within the block, watch whether all weights are cast to a type, and are used in no other way.
-
-    A part of a model may run without autocast, or not in every step, or have operations that autocast
-    leaves in float32.
-    """
-
-    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype, self._used_otherwise = dtype, False
-        self._memory = [range(w.data_ptr(), w.data_ptr() + w.nbytes) for w in weights]
-        self._cast: set[range] = set()
-
-    @property
-    def all(self) -> bool:
-        """Whether every weight was cast, and none was used otherwise."""
-        return not self._used_otherwise and len(self._cast) == len(self._memory)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operation, then carry it out."""
-        kwargs = kwargs or {}
-        starts = [x.data_ptr() for x in tensors_of((args, kwargs)) if x.layout is torch.strided]
-        weights = [memory for memory in self._memory for start in starts if start in memory]
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype:
-            self._cast.update(weights)
-        elif weights:
-            returned = [result.alias_info for result in func._schema.returns]
-            is_view = any(alias is not None and not alias.is_write for alias in returned)
-            self._used_otherwise = self._used_otherwise or not is_view
-        return func(*args, **kwargs)
-
-
-class FlatOptions(TypedDict, total=False):
-    """See :class:`FlatSGD`."""
-
-    clip_norm: float | None
-    dtype: torch.dtype | None
-    seed: int
-    draws: int
-    distributed: Distributed | None
-
-
-class _Flat(torch.optim.Optimizer):
-    """What the flat optimisers share. ``seed`` and ``count`` are in the first parameter group.
-
-    Steps are counted on the device, so that a recorded step counts itself.
-    """
-
-    flat: FlatDraw
-    clip_norm: float | None
-
-    def _prepare(
-        self,
-        net: GaussianNetwork,
-        *names: str,
-        clip_norm: float | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-        draws: int = 1,
-        distributed: Distributed | None = None,
-    ) -> None:
-        distributed = distributed or Distributed(net.device)
-        if draws * distributed.world > 1 and self.param_groups[1]["lr"] != 0:
-            # Sigma's gradient is g * eps: that of several draws is not the mean of g, times anything.
-            raise WeightError("a step of several draws cannot train sigma: use a torch optimiser")
-        self.flat, self.clip_norm = FlatDraw(net, dtype, draws, distributed), clip_norm
-        self.param_groups[0] |= {"seed": seed, "count": 0}
-        self._norm_seed = distributed.first(lambda: seed)
-        self._step_supports_amp_scaling = False  # a loss scaler decides itself whether a step is taken
-        self._count = torch.zeros((), dtype=torch.int64, device=net.device)
-        trains_sigma = self.param_groups[1]["lr"] != 0
-        for parameter, count in (
-            (net.free_mu, self.flat.free),
-            (net.free_sigma, trains_sigma * self.flat.free),
-        ):
-            self.state[parameter] = {
-                name: torch.zeros(count, dtype=parameter.dtype, device=parameter.device) for name in names
-            }
-
-    @contextmanager
-    def drawn(self, number: int = 0) -> Iterator[None]:
-        """Within the block the network has draw ``number`` of this step, and backward finds its weights."""
-        flat = self.flat
-        if flat.mean is not None:
-            flat.mean.expect(last=number == flat.draws - 1)
-        with flat.drawn(self.param_groups[0]["seed"], self._draw(number)):
-            yield
-
-    def gather(self) -> None:
-        """After the draws of a step: all gradients become their means over batches and processes."""
-        net, mean = self.flat.net, self.flat.mean
-        net.free_mu.grad = self.flat.collect() if mean is None else mean.take().to(net.free_mu.dtype)
-        self.flat.distributed.average_gradients_(self.flat.others)
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """What backward leaves gradients with: the pieces of a draw, and the uncompressed parameters."""
-        return [*self.flat.leaves, *self.flat.others]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        for parameter in (*self.trained, self.flat.net.free_mu):
-            parameter.grad = None
-        if self.flat.mean is not None:
-            self.flat.mean.forget()
-
-    def _draw(self, number: int) -> Tensor:
-        """The number of a draw, over all steps."""
-        return self._count if self.flat.draws == 1 else self._count * self.flat.draws + number
-
-    def _begin(self, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the drawn weights, its norm with that of the others, and what clips it."""
-        mu, draw = self.flat.net.free_mu, self._draw(0)
-        self.flat.check_mask()
-        if mu.grad is None and self.flat.mean is not None:
-            self.gather()
-        if gradient is None:
-            gradient = self.flat.collect() if mu.grad is None else mu.grad
-        mu.grad = None  # torch's own step is for the uncompressed parameters
-        return gradient, *self.flat.norm_and_scale(gradient, self.clip_norm, self._norm_seed, draw)
+    def _narrow_if_cast(self, casts: _Casts) -> None:
+        """Where autocast has cast every weight, draw them in its type: the same numbers, in one pass less."""
+        if casts.all:
+            self._values = self._values.to(casts.dtype)
+            for leaf, piece in zip(self.leaves, self.net.layout.pieces(self._values), strict=True):
+                leaf.data = piece
+        self.narrower = self._casts = None
 
     def _numbers(self) -> dict[str, Any]:
         """The numbers of an update; learning rates that are tensors stay on the device."""
-        posterior, (first, second) = self.flat.net.settings.posterior, self.param_groups[:2]
+        first, second = self.param_groups[:2]
         rates = [first["lr"], second["lr"]]
         known = not any(isinstance(rate, Tensor) for rate in rates)
         device = self._count.device
@@ -260,8 +208,8 @@ class _Flat(torch.optim.Optimizer):
             "sigma_lr": rates[1] if known else 0.0,
             "rates": None if known else torch.stack([torch.as_tensor(r, device=device) for r in rates]),
             "weight_decay": first["weight_decay"],
-            "alpha": self.flat.net.penalty_strength,
-            "cap": posterior.cap,
+            "alpha": self.net.penalty_strength,
+            "cap": self.net.settings.posterior.cap,
             "seed": first["seed"],
             "step": 0,
             "ahead": self._count,
@@ -276,17 +224,17 @@ class _Flat(torch.optim.Optimizer):
         """What ``state_dict`` gave; for the same mask, so load the network's state before."""
         super().load_state_dict(state_dict)
         self._count.fill_(self.param_groups[0]["count"])
-        for parameter in (self.flat.net.free_mu, self.flat.net.free_sigma):
+        for parameter in (self.net.free_mu, self.net.free_sigma):
             for name, vector in self.state[parameter].items():
-                constant = parameter is self.flat.net.free_sigma and not vector.numel()
-                if vector.dim() == 1 and vector.numel() != self.flat.free and not constant:
+                constant = parameter is self.net.free_sigma and not vector.numel()
+                if vector.dim() == 1 and vector.numel() != self._free and not constant:
                     raise WeightError(
                         f"{name} belongs to {vector.numel():,} free weights, and the network has "
-                        f"{self.flat.free:,}: load the network's state first, then make the optimiser"
+                        f"{self._free:,}: load the network's state first, then make the optimiser"
                     )
 
 
-class FlatSGD(_Flat, torch.optim.SGD):
+class FlatSGD(_Flat, torch.optim.SGD):  # type: ignore[misc]  # step takes no closure
     """SGD with momentum: ``m = momentum * m + g``, ``p = p - lr * m``; see :func:`pwfn.bayes.kernels.sgd_`.
 
     Args:
@@ -323,29 +271,11 @@ class FlatSGD(_Flat, torch.optim.SGD):
         torch.optim.SGD.__init__(self, groups, lr=lr, momentum=momentum, fused=fused(groups))
         self._prepare(net, "momentum", **options)
 
-    @torch.no_grad()
-    def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
-        """One step from the gradients that backward left; returns their norm before clipping."""
-        gradient, norm, scale = self._begin(gradient)
-        net = self.flat.net
-        kernels.sgd_(
-            net.free_mu,
-            net.free_sigma,
-            self.state[net.free_mu]["momentum"],
-            self.state[net.free_sigma]["momentum"],
-            gradient,
-            net.fixed,
-            self.flat.offsets,
-            scale,
-            momentum=self.param_groups[0]["momentum"],
-            **self._numbers(),
-        )
-        torch.optim.SGD.step(self)  # the uncompressed parameters: mu and sigma have no gradient of their own
-        self._count += 1
-        return norm
+    def _update(self, *vectors: Tensor) -> None:
+        kernels.sgd_(*vectors, momentum=self.param_groups[0]["momentum"], **self._numbers())
 
 
-class FlatAdamW(_Flat, torch.optim.AdamW):
+class FlatAdamW(_Flat, torch.optim.AdamW):  # type: ignore[misc]  # as above
     """AdamW, weight decay on everything but sigma; see :func:`pwfn.bayes.kernels.adamw_` and FlatSGD."""
 
     def __init__(
@@ -364,33 +294,41 @@ class FlatAdamW(_Flat, torch.optim.AdamW):
         for parameter in (net.free_mu, net.free_sigma):
             self.state[parameter]["step"] = torch.zeros(())  # torch expects one with every state
 
-    @torch.no_grad()
-    def step(self, gradient: Tensor | None = None) -> Tensor:  # type: ignore[override]  # torch's takes a closure
-        """One step from the gradients that backward left; returns their norm before clipping."""
-        gradient, norm, scale = self._begin(gradient)
-        net = self.flat.net
-        mu, sigma = self.state[net.free_mu], self.state[net.free_sigma]
+    def _update(self, *vectors: Tensor) -> None:
         beta1, beta2 = self.param_groups[0]["betas"]
-        kernels.adamw_(
-            net.free_mu,
-            net.free_sigma,
-            mu["mean"],
-            sigma["mean"],
-            mu["square"],
-            sigma["square"],
-            gradient,
-            net.fixed,
-            self.flat.offsets,
-            scale,
-            beta1=beta1,
-            beta2=beta2,
-            count=1,
-            **self._numbers(),
-        )
-        # The uncompressed parameters: mu and sigma have no gradient of their own.
-        torch.optim.AdamW.step(self)
-        self._count += 1
-        return norm
+        kernels.adamw_(*vectors, beta1=beta1, beta2=beta2, count=1, **self._numbers())
+
+
+class _Casts(TorchDispatchMode):
+    """Within the block, watch whether all weights are cast to a type, and are used in no other way.
+
+    A part of a model may run without autocast, or not in every step, or have operations that autocast
+    leaves in float32.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self._used_otherwise = dtype, False
+        self._memory = [range(w.data_ptr(), w.data_ptr() + w.nbytes) for w in weights]
+        self._cast: set[range] = set()
+
+    @property
+    def all(self) -> bool:
+        """Whether every weight was cast, and none was used otherwise."""
+        return not self._used_otherwise and len(self._cast) == len(self._memory)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operation, then carry it out."""
+        kwargs = kwargs or {}
+        starts = [x.data_ptr() for x in tensors_of((args, kwargs)) if x.layout is torch.strided]
+        weights = [memory for memory in self._memory for start in starts if start in memory]
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self.dtype:
+            self._cast.update(weights)
+        elif weights:
+            returned = [result.alias_info for result in func._schema.returns]
+            is_view = any(alias is not None and not alias.is_write for alias in returned)
+            self._used_otherwise = self._used_otherwise or not is_view
+        return func(*args, **kwargs)
 
 
 def optimizer_for(
@@ -414,6 +352,6 @@ def optimizer_for(
         optimizer = FlatAdamW(net, **given) if adamw else FlatSGD(net, momentum=MOMENTUM, **given)
         # Autocast leaves float64 as it is.
         if config.precision is Precision.BF16 and net.free_mu.dtype == torch.float32:
-            optimizer.flat.narrower = torch.bfloat16
+            optimizer.narrower = torch.bfloat16
         return optimizer
     return torch_optimizer(net, config)

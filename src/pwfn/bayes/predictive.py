@@ -67,22 +67,20 @@ def fit_posterior(
         sum_j log( 1/K sum_k p(y_j | x_j, w + s eps_k) )        eps_k ~ N(0, 1), in pairs eps, -eps
 
     A network is sure of the examples that it was trained on, right or wrong: by their likelihood, the best
-    sigma is almost zero. So the inputs are mixed, ``0.75 x_j + 0.25 x_(j-1)``, with the target of the first.
-    Inputs that are whole numbers, such as tokens, stay as they are.
+    sigma is almost zero. So the inputs are mixed, ``0.75 x_j + 0.25 x_(j-1)``, with the target of the first;
+    whole numbers, such as tokens, stay as they are.
 
     Then all sigmas are multiplied by one scale from 1 to 1/8: the smallest that is as good as the best by the
-    likelihood of 1,024 examples that were not in the fit, with 8 independent draws; a difference within two
-    standard errors is none. If it is no better than the point estimate, every sigma is zero: there is no
-    posterior worth drawing from. An example is an image, say, whatever the number of its pixels with a class.
+    likelihood of 1,024 examples that were not in the fit, within two standard errors, with 8 draws. If it is
+    no better than the point estimate, every sigma is zero: no posterior is worth drawing from.
 
     Args:
         compressed: the network; its values do not change.
         model: any network of that architecture; it is not changed.
         loader: training data in random order, labelled unless ``original`` is given. The first 1,024 examples
-            are for the check, 64 of each of the 64 batches after them for the fit. Of fewer data, a quarter
-            is for the check, and all others for the fit; of fewer than 32 examples, every sigma is zero.
-        original: the network before compression; it is not changed. Its softmax output is then the target,
-            not the labels.
+            are for the check, 64 of each of the 64 batches after them for the fit; of fewer data, a quarter
+            is for the check. Of fewer than 32 examples, every sigma is zero.
+        original: the network before compression, whose softmax output is then the target, not the labels.
         unseen: True if the network was not trained on these data. Inputs are then not mixed.
         log_likelihood: for networks that are no classifiers; by default ``log softmax`` at the target.
         seed: of the noise. The same seed on the same machine gives the same bits.
@@ -98,7 +96,11 @@ def fit_posterior(
     >>> bool(fitted.sigma[0] > 1), fit_posterior(small, model, data[:4], unseen=True).posterior
     (True, 'tensor')
     """
-    _check_networks(compressed, model, original)
+    if not isinstance(compressed, Compressed):
+        raise DataError(f"compressed is a {type(compressed).__name__}: allowed is what pwfn.load returns")
+    for name, network in (("model", model), ("original", original)):
+        if not isinstance(network, nn.Module) and (name == "model" or network is not None):
+            raise DataError(f"{name} is a {type(network).__name__}: allowed is a torch.nn.Module")
     if precision not in tuple(Precision):
         allowed = ", ".join(Precision)
         raise ConfigError(f"precision is {precision!r}: allowed is one of {allowed}")
@@ -116,14 +118,6 @@ def fit_posterior(
             sigma = torch.zeros_like(net.units) if fit is None else job.fitted(fit)
             codes = job.checked(sigma, check)
     return replace(compressed, sigma_codes=codes)
-
-
-def _check_networks(compressed: object, model: object, original: object) -> None:
-    if not isinstance(compressed, Compressed):
-        raise DataError(f"compressed is a {type(compressed).__name__}: allowed is what pwfn.load returns")
-    for name, network in (("model", model), ("original", original)):
-        if not isinstance(network, nn.Module) and (name == "model" or network is not None):
-            raise DataError(f"{name} is a {type(network).__name__}: allowed is a torch.nn.Module")
 
 
 def wants_posterior(net: Method, objective: Objective) -> bool:
@@ -214,11 +208,6 @@ class DrawnNetwork(WeightNetwork):
         whole = root_mean_square(values) or 1.0
         self.units = torch.tensor([root_mean_square(values[e.span]) or whole for e in self.layout.entries])
         self.sigma, self.noise = torch.zeros_like(self.units), torch.zeros(0)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.values.device
 
     def weights(self) -> dict[str, Tensor]:
         """The weights of one pass, by name."""
@@ -357,9 +346,8 @@ def chosen(gains: Sequence[Tensor], tried: Sequence[tuple[int, ...]]) -> tuple[i
     """The last of ``tried``, from large to small noise, that is within two standard errors of the best.
 
     ``gains`` are log-likelihoods minus those of the point estimate, one tensor of examples for each. The
-    standard error is that of the paired differences from the best. The likelihood hardly changes around its
-    best noise, while the accuracy falls with the square of the noise: so the smallest of equals is right. It
-    must also be better than the point estimate by two standard errors; if none is, the answer is zeros.
+    likelihood hardly changes around its best noise, while the accuracy falls with the square of the noise: so
+    the smallest of equals is right. If none is better than the point estimate by two standard errors: zeros.
 
     >>> near, far = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 0.1, 0.2])
     >>> chosen([near + torch.tensor([0.1, -0.1, 0.1]), near, far], [(3,), (2,), (1,)])

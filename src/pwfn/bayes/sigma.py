@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.batchnorm import tracked
 from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.kernels.reference import SIGMA_FLOOR
 from pwfn.bayes.method import DataProbe, Method
 from pwfn.bayes.network import tensors_of
 from pwfn.bayes.objective import Objective, autocast, evaluating, logits, spread
@@ -20,9 +23,6 @@ from pwfn.config import PosteriorConfig, SigmaInit
 from pwfn.config.seeds import seed_from
 from pwfn.errors import DataError, WeightError
 from pwfn.layout import Layout
-
-SIGMA_FLOOR = 2.0**-30
-"""The smallest sigma of a free weight."""
 
 _INITIAL_SCALE = 0.0025
 _INITIAL_LARGEST = 0.05
@@ -109,25 +109,25 @@ def root_mean_square(values: Tensor) -> float:
 
 def probe(net: Method, train: Source, objective: Objective, distributed: Distributed) -> DataProbe:
     """What a method may ask of the training data; does not advance the run's own pass over it."""
-    kept: list[Batch] = []  # read once: a loader that shuffles would give other batches at every call
 
-    def loss() -> float:
-        if not kept:
-            batches = train.endless()
-            kept[:] = [next(batches) for _ in range(_BATCHES)]
-        return noisy_loss(net, kept, objective, distributed)
+    @cache  # read once: a loader that shuffles would give other batches at every call
+    def some() -> list[Batch]:
+        return list(itertools.islice(train.endless(), _BATCHES))
 
-    examples: list[Batch] = []
+    @cache
+    def examples(count: int) -> list[Batch]:
+        found: list[Batch] = []
+        for batch in train.batches(0):
+            found.append(batch)
+            if sum(item.size for item in found) >= count:
+                break
+        return found
 
-    def first(count: int) -> Sequence[Batch]:
-        if not examples:
-            for batch in train.batches(0):
-                examples.append(batch)
-                if sum(item.size for item in examples) >= count:
-                    break
-        return examples
-
-    return DataProbe(lambda module: next(train.endless()).through(module, "the first batch"), loss, first)
+    return DataProbe(
+        lambda module: next(train.endless()).through(module, "the first batch"),
+        lambda: noisy_loss(net, some(), objective, distributed),
+        examples,
+    )
 
 
 @torch.no_grad()

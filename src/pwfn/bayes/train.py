@@ -69,12 +69,11 @@ def fit(
     A step averages the gradients of ``config.accumulate`` batches, and of all processes. With ``start`` it
     resumes where that snapshot was taken, with the learning rates and weight decay of this optimiser. A
     ``scaler`` takes the scale of fp16 losses from one phase to the next. The gradient's norm is clipped
-    before the regulariser's gradient is added: the regulariser's own norm is ``alpha * sqrt(N)``, and
-    clipping the sum would shrink every step.
+    before the regulariser's gradient is added, whose own norm is ``alpha * sqrt(N)``: clipping the sum would
+    shrink every step.
 
-    The noise of a torch optimiser's steps is a function of ``seed`` and the number of the batch, or
-    torch's own random state without a seed. A flat optimiser has its own seed and, with the same one,
-    takes the same steps, up to rounding, in fewer passes.
+    The noise of a torch optimiser's steps is a function of ``seed`` and the number of the batch, or torch's
+    own random state without a seed. A flat optimiser has a seed of its own.
     """
     net.train()
     distributed = distributed or Distributed(net.device)
@@ -159,29 +158,17 @@ class _Stepper:
         self.optimizer, self.distributed, self.seed, self.log = optimizer, distributed, seed, log
         self.flat = optimizer if isinstance(optimizer, (FlatSGD, FlatAdamW)) else None
         alone = distributed.world == 1 and config.accumulate == 1 and not scaler.is_enabled()
-        made_for = None if self.flat is None else (self.flat.flat.draws, self.flat.flat.distributed.world)
-        if made_for not in (None, now := (config.accumulate, distributed.world)):
-            raise ConfigError(
-                "the flat optimiser was made for {} batches per step in {} processes, and the run has {} in "
-                "{}: pass it draws= and distributed=".format(*made_for, *now)
-            )
         self.done = 0  # steps
-        trained = (
-            self.flat.trained
-            if self.flat is not None
-            else [p for group in optimizer.param_groups for p in group["params"]]
-        )
-        self.trained = trained
+        grouped = [p for group in optimizer.param_groups for p in group["params"]]
+        self.trained = grouped if self.flat is None else self.flat.trained
         # A penalty concerns the network's own parameters: none where only others are trained, as in polish.
         own = {id(p) for p in net.parameters(recurse=False)}
-        self._has_penalty = self.flat is None and any(id(p) in own for p in trained)
+        self._has_penalty = self.flat is None and any(id(p) in own for p in grouped)
         self._recorded: RecordedStep[None] | None = None
         records = config.cuda_graph and net.device.type == "cuda" and net.recordable
         if records and alone and (self.flat is not None or net.graph_safe):
-            watched = [
-                *net.modules(),
-                *([objective.loss_fn] if hasattr(objective.loss_fn, "__dict__") else []),
-            ]
+            loss_fn = [objective.loss_fn] if hasattr(objective.loss_fn, "__dict__") else []
+            watched = [*net.modules(), *loss_fn]
             self._recorded = RecordedStep(self._whole, optimizer.zero_grad, watched)
 
     def restore(self, start: PhaseState) -> None:
@@ -283,9 +270,7 @@ class _Stepper:
         except RuntimeError as error:  # out of memory, or an operation that cannot be differentiated
             if is_out_of_memory(error):
                 raise batch.too_large(where) from error
-            compiled = self.net.compiled is not None and not self.net.compiled.failed
-            advice = ": set training.compile = false" if compiled else ""
-            raise DataError(f"{where}: the loss has no gradient: {cause(error)}{advice}") from error
+            raise DataError(f"{where}: the loss has no gradient: {cause(error)}") from error
         return loss.detach()
 
 

@@ -136,9 +136,6 @@ class TrainingConfig(Section):
     cuda_graph: bool = setting(
         True, Switch(), "on CUDA, record a step once and replay it, where the model allows that"
     )
-    compile: bool = setting(
-        False, Switch(), "train through torch.compile: starts half a minute later, then takes shorter steps"
-    )
     accumulate: int = setting(1, Number(1, whole=True), "batches per step, each with its own noise")
     distill: bool = setting(
         False,

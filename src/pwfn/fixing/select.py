@@ -3,10 +3,8 @@
 Nothing here sorts the weights. How many are nearest to each candidate is counted once and kept up to
 date while the candidates stay the same. A centre looks only at the weights within its reach, since
 ``D = |mu - c| / sigma`` is at least ``|mu - c|`` over the largest sigma. The last distance admitted is
-found by counting distances in ever finer bins; only the few in the bin that decides are sorted.
-
-The weights stay in the order of the vector, in blocks, so the working memory does not grow with
-temporaries of the whole length.
+found by counting distances in ever finer bins; only the few in the bin that decides are sorted. All work
+goes block by block: no temporary has the length of the vector.
 """
 
 from __future__ import annotations

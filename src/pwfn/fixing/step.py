@@ -18,7 +18,8 @@ def dyadic(step: float) -> float:
     >>> dyadic(0.1), dyadic(1.0)
     (0.09375, 1.0)
     """
-    check_step(step)
+    if not (math.isfinite(step) and step > 0):
+        raise WeightError(f"step is {step!r}: allowed is a finite number above 0")
     fraction, exponent = math.frexp(step)  # step = fraction * 2^exponent, fraction in [0.5, 1)
     return math.ldexp(math.floor(fraction * 2 * _MANTISSA) / _MANTISSA, exponent - 1)
 
@@ -32,12 +33,6 @@ def next_dyadic(step: float, places: int) -> float:
     fraction, exponent = math.frexp(dyadic(step))
     place = round(fraction * 2 * _MANTISSA) - _MANTISSA + places
     return math.ldexp(1 + place % _MANTISSA / _MANTISSA, exponent - 1 + place // _MANTISSA)
-
-
-def check_step(step: float) -> None:
-    """Raise unless it is a finite number above 0."""
-    if not (math.isfinite(step) and step > 0):
-        raise WeightError(f"step is {step!r}: allowed is a finite number above 0")
 
 
 def bisected(fits: Callable[[int], bool], low: int, high: int) -> int:

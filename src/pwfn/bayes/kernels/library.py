@@ -28,24 +28,6 @@ _SGD_STATE = ("momentum_mu", "momentum_sigma")
 _ADAMW_STATE = ("mean_mu", "mean_sigma", "square_mu", "square_sigma")
 _STATE = {*_SGD_STATE, *_ADAMW_STATE}
 
-_NEEDED = {
-    "offsets": "the int64 vector that free_offsets(fixed) returns",
-    "scale": "a floating-point scalar",
-    "ahead": "an int64 scalar",
-    "rates": "two float32 numbers",
-    "grad_w": "a floating-point vector of one entry per weight",
-    **dict.fromkeys(
-        ("out", "free_mu", "fixed_mu"), "a contiguous floating-point vector of one entry per weight"
-    ),
-    "free_sigma": "a contiguous floating-point vector of one entry per weight, or a scalar",
-    "fixed_sigma": "a contiguous floating-point vector of one entry per weight, or, with offsets, per fixed",
-    **dict.fromkeys(
-        _STATE,
-        "a contiguous floating-point vector of one entry per free weight, or empty for a constant sigma",
-    ),
-}
-"""What each tensor argument other than ``fixed`` must be."""
-
 
 def _operation(
     function: Callable[P, R], fake: Callable[..., R | None], writes: tuple[str, ...] = ()
@@ -75,47 +57,42 @@ def _check(*, fixed: Tensor, seed: int, step: int, count: int = 1, **others: Any
     That the state has as many entries as there are free weights is not checked here: the count is on
     the device, and to read it would wait for it. The kernels do not access the state past its end.
     """
-    if fixed.dim() != 1 or fixed.dtype != torch.bool or not fixed.is_contiguous():
-        raise _misfit("fixed", fixed, "a contiguous vector of bool")
-    shape, device, state = fixed.shape, fixed.device, None
-    trainable = "free_sigma" not in others or others["free_sigma"].dim() > 0
-    for name, value in others.items():
-        if name not in _NEEDED or value is None:  # a number, whose type the schema has, or not given
+    size, state = fixed.numel(), None
+    constant = "free_sigma" in others and others["free_sigma"].dim() == 0
+    fits = fixed.dtype == torch.bool and fixed.shape == (size,) and fixed.is_contiguous()
+    for name, value in [("fixed", fixed), *others.items()]:
+        if not isinstance(value, Tensor):
             continue
-        fits = value.device == device and (name == "grad_w" or value.is_contiguous())
+        of_sigma, floating = name.endswith("sigma"), value.is_floating_point()
+        packed = value.dim() == 1 and value.numel() <= size
         if name == "offsets":
-            fits &= value.dtype == torch.int64 and value.shape == (-(-fixed.numel() // reference.BLOCK),)
-        elif name == "scale":
-            fits &= value.is_floating_point() and value.dim() == 0
+            fits = value.dtype == torch.int64 and value.shape == (-(-size // reference.BLOCK),)
         elif name == "ahead":
-            fits &= value.dtype == torch.int64 and value.dim() == 0
+            fits = value.dtype == torch.int64 and value.dim() == 0
+        elif name == "scale":
+            fits = floating and value.dim() == 0
         elif name == "rates":
-            fits &= value.dtype == torch.float32 and value.shape == (2,)
+            fits = value.dtype == torch.float32 and value.shape == (2,)
         elif name in _STATE:
             state = state or value.shape
-            fits &= value.is_floating_point()
-            of_sigma = name.endswith("sigma")
-            fits &= (value.shape == state and (trainable or not of_sigma)) or (of_sigma and not value.numel())
-            fits &= value.dim() == 1 and value.numel() <= fixed.numel()
-        else:
-            scalar = name == "free_sigma" and value.dim() == 0
-            packed = name == "fixed_sigma" and others.get("offsets") is not None
-            packed &= value.dim() == 1 and value.numel() <= fixed.numel()
-            fits &= value.is_floating_point() and (value.shape == shape or scalar or packed)
-        if not fits:
-            needed = f"{_NEEDED[name]}, on {device} like fixed, for {fixed.numel():,} weights"
-            raise _misfit(name, value, needed)
+            full = value.shape == state and not (constant and of_sigma)
+            fits = floating and packed and (full or (of_sigma and not value.numel()))
+        elif name != "fixed":
+            fits = floating and (
+                value.shape == fixed.shape
+                or (name == "free_sigma" and constant)
+                or (name == "fixed_sigma" and others.get("offsets") is not None and packed)
+            )
+        if not (fits and value.device == fixed.device and (name == "grad_w" or value.is_contiguous())):
+            raise WeightError(
+                f"{name} is a {'' if value.is_contiguous() else 'strided '}{value.dtype} tensor of shape "
+                f"{tuple(value.shape)} on {value.device}, which does not fit {size:,} weights on "
+                f"{fixed.device}: see pwfn.bayes.kernels.reference"
+            )
     if not (0 <= seed < 2**63 and 0 <= step < 2**63):
         raise WeightError(f"seed is {seed} and step is {step}: both must be between 0 and 2^63 - 1")
     if count < 1:
         raise WeightError(f"count is {count}: the first step of AdamW has count 1")
-
-
-def _misfit(name: str, tensor: Tensor, needed: str) -> WeightError:
-    kind = f"{'' if tensor.is_contiguous() else 'strided '}{tensor.dtype} tensor"
-    return WeightError(
-        f"{name} is a {kind} of shape {tuple(tensor.shape)} on {tensor.device}: it must be {needed}"
-    )
 
 
 def _fake_draw(free_mu: Tensor, *_: Tensor, dtype: torch.dtype | None = None, **numbers: int) -> Tensor:

@@ -7,7 +7,6 @@ so the posterior of a row is ``N(w, s^2 H^-1)``. Given the values ``c_F`` of som
     covariance  s^2 H_RR^-1
 
 :func:`fix_columns` fixes one column after the other, all rows alike, with one Cholesky factor.
-:func:`conditional_mean` takes any set of fixed weights, each row its own, by conjugate gradients.
 
 Weights have the shape groups × rows × columns and moments groups × columns × columns: a depthwise
 convolution has one group per channel, most layers have one group.
@@ -17,9 +16,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from pwfn.errors import WeightError
-from pwfn.fixing.step import check_step
 
 DAMPING = 0.01
 """Added to the diagonal of the moments, as a fraction of its mean."""
@@ -43,8 +39,8 @@ def damped(moments: Tensor, damping: float = DAMPING) -> Tensor:
     return moments + torch.diag_embed(added.expand_as(diagonal))
 
 
-def damping_for(inputs: int, columns: int, damping: float = DAMPING) -> float:
-    """The damping of moments from so many inputs: ``0.1 * columns / inputs``, but at least ``damping``.
+def damping_for(inputs: int, columns: int) -> float:
+    """The damping of moments from so many inputs: ``0.1 * columns / inputs``, but at least ``DAMPING``.
 
     The last layer of a classifier has one input per image, often fewer than columns. Its weights could take
     up each other's errors nearly perfectly on these images, and all the worse on others.
@@ -52,7 +48,7 @@ def damping_for(inputs: int, columns: int, damping: float = DAMPING) -> float:
     >>> damping_for(32_000, 1000), damping_for(1000, 1000), damping_for(250, 1000)
     (0.01, 0.1, 0.4)
     """
-    return max(damping, _FEW_INPUTS * columns / max(inputs, 1))
+    return max(DAMPING, _FEW_INPUTS * columns / max(inputs, 1))
 
 
 def fix_columns(weight: Tensor, moments: Tensor, step: float, damping: float = DAMPING) -> Tensor:
@@ -65,8 +61,6 @@ def fix_columns(weight: Tensor, moments: Tensor, step: float, damping: float = D
     >>> fix_columns(w, h, 1.0)        # the inputs are equal: only the sum of the weights counts
     tensor([[[1., 0.]]])
     """
-    check_step(step)
-    _check(weight, moments)
     free = weight.to(torch.float64, copy=True)  # changed in place below
     factor = inverse_factor(moments, damping)
     fixed = torch.empty_like(free)
@@ -89,73 +83,12 @@ def inverse_factor(moments: Tensor, damping: float = DAMPING) -> Tensor:
     return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
 
 
-def conditional_mean(
-    weight: Tensor,
-    values: Tensor,
-    fixed: Tensor,
-    moments: Tensor,
-    damping: float = DAMPING,
-    tolerance: float = 1e-9,
-) -> Tensor:
-    """The weights given those that are fixed: ``values`` where ``fixed``, the conditional mean elsewhere.
-
-    For every row the minimum of ``(v - w) H (v - w)^T`` over its free weights: conjugate gradients on all
-    rows at once, one matrix product per iteration, until the residual is ``tolerance`` times the first.
-
-    >>> w, h = torch.tensor([[[0.6, 0.6]]]), torch.tensor([[[1.0, 0.5], [0.5, 1.0]]])
-    >>> fixed = torch.tensor([[[True, False]]])
-    >>> conditional_mean(w, torch.ones(1, 1, 2), fixed, h, damping=0.0)       # 0.6 - 0.5 * (1 - 0.6)
-    tensor([[[1.0000, 0.4000]]])
-    """
-    _check(weight, moments)
-    for name, given in (("tensor of values", values), ("mask of fixed weights", fixed)):
-        if given.shape != weight.shape:
-            raise WeightError(f"the {name} has shape {tuple(given.shape)}: allowed is {tuple(weight.shape)}")
-    h, start = damped(moments, damping), weight.double()
-    free = (~fixed).double()
-    error = torch.where(fixed, values.double() - start, 0.0)
-    residual = -(error @ h) * free
-    # Jacobi's preconditioner: inputs of a layer differ by orders of magnitude in energy.
-    scale = 1 / h.diagonal(dim1=-2, dim2=-1)[:, None, :]
-    direction = scale * residual
-    size = (residual * direction).sum(-1, keepdim=True)
-    goal = tolerance**2 * size
-    for _ in range(2 * h.shape[-1]):
-        if not bool((size > goal).any()):
-            break
-        product = (direction @ h) * free
-        along = size / (direction * product).sum(-1, keepdim=True).clamp_min(torch.finfo(h.dtype).tiny)
-        along = torch.where(size > goal, along, 0.0)
-        error = error + along * direction
-        residual = residual - along * product
-        rescaled = scale * residual
-        new = (residual * rescaled).sum(-1, keepdim=True)
-        direction = rescaled + torch.where(size > goal, new / size, 0.0) * direction
-        size = new
-    return torch.where(fixed, values, (start + error).to(weight.dtype))
-
-
 def best_linear(weight: Tensor, cross: Tensor, moments: Tensor, damping: float = DAMPING) -> Tensor:
     """The weight whose output on the inputs ``x'`` is nearest to ``weight`` on the original inputs ``x``.
 
     ``W + W (C - H) H^-1`` with ``C = E[x x'^T]`` and ``H = E[x' x'^T]``: the least squares solution. Layers
     before this one are compressed already, so its inputs have changed; this takes up their errors.
     """
-    _check(weight, moments)
-    _check(weight, cross)
     change = weight.double() @ (cross.double() - moments.double())
     solved = torch.linalg.solve(damped(moments, damping), change.transpose(1, 2)).transpose(1, 2)
     return (weight.double() + solved).to(weight.dtype)
-
-
-def _check(weight: Tensor, moments: Tensor) -> None:
-    if weight.ndim != 3:
-        raise WeightError(f"the weights have shape {tuple(weight.shape)}: allowed is groups × rows × columns")
-    groups, _, columns = weight.shape
-    if moments.shape != (groups, columns, columns):
-        raise WeightError(
-            f"the moments have shape {tuple(moments.shape)} for weights of shape {tuple(weight.shape)}: "
-            f"allowed is {(groups, columns, columns)}"
-        )
-    if not bool(torch.isfinite(moments).all()):
-        raise WeightError("the layer's inputs are not finite: check the images and the network")

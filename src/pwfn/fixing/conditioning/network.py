@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pwfn.errors import WeightError
-from pwfn.fixing.conditioning.columns import DAMPING, best_linear, conditional_mean, damping_for, fix_columns
+from pwfn.fixing.conditioning.columns import best_linear, damping_for, fix_columns
 from pwfn.fixing.conditioning.operations import Normalisation, Place, Product, Watch, Weights
-from pwfn.fixing.conditioning.passes import Inputs, Lane, Pass, key_of, pooled, sharing_copy
+from pwfn.fixing.conditioning.passes import Inputs, Lane, key_of, pooled, sharing_copy
 from pwfn.layout import Layout
 
 MEMORY = 2 * 2**30
@@ -27,15 +27,17 @@ MEMORY = 2 * 2**30
 _ROWS_PER_COLUMN = 32  # inputs per column of a layer's moments: more are not better
 _ROWS_PER_IMAGE = 64
 _WIDEST = 5120  # columns whose moments are kept together; wider layers are fixed in blocks of them
-_CLOSE = 1e-4  # relative residual of a conditional mean: rounding is far coarser
 _LARGEST_RATIO = 4.0  # by which a BatchNorm variance may change: a channel that vanished stays small
+
+Memory = Callable[[int], Tensor]
+"""The numbers of an entry of the layout, in the order of memory."""
+
+MatrixOf = Callable[[Memory], Tensor]
+"""A layer's weights, groups × rows × columns, from such numbers."""
 
 
 class Conditioning:
     """Fixes every compressed weight of ``model``, a copy of ``original``, at a multiple of ``step``.
-
-    Without a step, weights that are ``fixed`` (one flat mask) stay as they are in ``model``, and the others
-    move to their conditional means.
 
     The copy's weights and BatchNorm statistics change in place. A statistic is corrected by what the
     compression changed: by the difference of means and the ratio of variances between the two networks
@@ -47,27 +49,25 @@ class Conditioning:
         original: nn.Module,
         model: nn.Module,
         layout: Layout,
-        step: float | None,
-        fixed: Tensor | None = None,
-        damping: float = DAMPING,
+        step: float,
         memory: int = MEMORY,
         frozen: Collection[str] = (),
     ) -> None:
-        self.layout, self.step, self._damping, self._memory = layout, step, damping, memory
-        self._kept = fixed
+        self.layout, self.step, self._memory = layout, step, memory
         self._networks, self._frozen = (original, model), frozenset(frozen)
         self._weights = Weights(original, layout), Weights(model, layout)
         self._fixed = [torch.zeros(e.size, dtype=torch.bool) for e in layout.entries]
         self._done: set[Place | str] = set()
         self.silent: list[str] = []  # entries that no operation used
-        self.dead: dict[str, int] = {}  # by entry: inputs that were always zero
 
     @torch.no_grad()
     def run(self, batches: Sequence[Inputs], on_layer: Callable[[int, int], None] | None = None) -> None:
         """Fix all layers, in the order in which the network uses them."""
         with _plain_attention():
             bytes_at = self._bytes_at(batches[0])
-            waiting = [self._lane(batch, number) for number, batch in enumerate(batches)][::-1]
+            networks = tuple(zip(self._networks, self._weights, strict=True))
+            lanes = [Lane(networks, batch, number, self._stops) for number, batch in enumerate(batches)]
+            waiting = lanes[::-1]
             active: list[Lane] = []
             try:
                 while waiting or active:
@@ -90,13 +90,6 @@ class Conditioning:
                 for lane in (*active, *waiting):
                     lane.close()
         self._round_the_rest()
-
-    def _lane(self, batch: Inputs, number: int) -> Lane:
-        passes = [
-            Pass(network, weights, batch, self._stops, seed=number)
-            for network, weights in zip(self._networks, self._weights, strict=True)
-        ]
-        return Lane(passes[0], passes[1], number)
 
     def _has_room(self, active: Sequence[Lane], bytes_at: dict[Place | str, int]) -> bool:
         """Whether one more lane fits, at the depth of the first; unknown where no size was seen there."""
@@ -146,11 +139,10 @@ class Conditioning:
         positions = product.positions()
         bias = product.bias
         if bias is not None and self._is_fixed(bias):
-            product = Product(product.weight, None, product.inputs, product.convolution)
             bias = None
         rows = None if bias is None else bias.positions(positions.device)
 
-        def matrix_of(memory: Callable[[int], Tensor]) -> Tensor:
+        def matrix_of(memory: Memory) -> Tensor:
             found = memory(product.weight.entry)[positions]
             if bias is None:
                 return found
@@ -165,31 +157,22 @@ class Conditioning:
         for first in range(0, columns, width):
             block = slice(first, min(first + width, columns))
             moments, cross, count = _moments(group, limit, block, without_bias=bias is None)
-            damping = damping_for(count, moments.shape[-1], self._damping)
+            damping = damping_for(count, moments.shape[-1])
             if not bool(torch.isfinite(moments).all() and torch.isfinite(cross).all()):
                 raise WeightError(
                     f"{name}: its inputs are not finite on these images: check the images, or the network"
                 )
-            dead = int((moments.diagonal(dim1=-2, dim2=-1) == 0).sum())
-            if dead:
-                self.dead[name] = self.dead.get(name, 0) + dead
             target = best_linear(matrix[..., block], cross, moments, damping)
-            if self.step is not None:
-                values[..., block] = fix_columns(target, moments, self.step, damping)
-                continue
-            own, kept = (matrix_of(of)[..., block] for of in (self._weights[1].memory, self._kept_memory))
-            values[..., block] = conditional_mean(target, own.float(), kept, moments, damping, _CLOSE)
+            values[..., block] = self._placed(target, moments, damping, matrix_of, block)
         self._write(product.weight, positions, values[..., : positions.shape[-1]])
         if bias is not None and rows is not None:
             self._write(bias, rows, values[..., -1].reshape(rows.shape))
 
-    def _kept_memory(self, entry: int) -> Tensor:
-        """Which weights of a parameter stay, in the order of its memory."""
-        parameter, span = self._weights[1].parameters[entry], self.layout.entries[entry].span
-        assert self._kept is not None
-        mask = torch.empty_like(parameter, dtype=torch.bool)  # with the strides of the parameter
-        mask.copy_(self._kept[span].view(parameter.shape))
-        return mask.as_strided((parameter.numel(),), (1,))
+    def _placed(
+        self, target: Tensor, moments: Tensor, damping: float, matrix_of: MatrixOf, block: slice
+    ) -> Tensor:
+        """What the weights of a block of columns become; a subclass may look at other vectors there."""
+        return fix_columns(target, moments, self.step, damping)
 
     def _write(self, place: Place, positions: Tensor, values: Tensor) -> None:
         memory = self._weights[1].memory(place.entry)
@@ -210,8 +193,6 @@ class Conditioning:
 
     def _round_the_rest(self) -> None:
         """Weights that no operation used go to the nearest multiple."""
-        if self.step is None:
-            return
         for number, entry in enumerate(self.layout.entries):
             free = ~self._fixed[number]
             if bool(free.any()):
@@ -237,16 +218,13 @@ def _moments(
     group: Sequence[Lane], limit: int, block: slice, without_bias: bool
 ) -> tuple[Tensor, Tensor, int]:
     """``E[x' x'^T]`` of some columns of the copy's inputs, ``E[x x'^T]`` with the original's; how many."""
-    moments: Tensor | float = 0.0
-    cross: Tensor | float = 0.0
+    moments = cross = torch.zeros((), dtype=torch.float64)
     count = 0
     for lane in group:
         own, original = (x[..., block] for x in lane.inputs(limit, without_bias))
         moments = (own.transpose(1, 2) @ own).double() + moments
         cross = (original.transpose(1, 2) @ own).double() + cross
         count += own.shape[1]
-    assert isinstance(moments, Tensor)
-    assert isinstance(cross, Tensor)
     return moments / count, cross / count, count
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -25,11 +26,15 @@ class Inputs(Protocol):
 
 
 class Lane:
-    """A few examples on their way through both networks."""
+    """A few examples on their way through both networks, the original and its copy."""
 
-    def __init__(self, original: Pass, own: Pass, number: int) -> None:
-        self._original, self._own, self._number = original, own, number
-        self.size = own.size
+    def __init__(
+        self, networks: Sequence[tuple[nn.Module, Weights]], batch: Inputs, number: int, stops: Stops
+    ) -> None:
+        self._original, self._own = (
+            Pass(model, weights, batch, stops, number) for model, weights in networks
+        )
+        self._number, self.size = number, batch.size
 
     @property
     def found(self) -> Product | Normalisation:
@@ -64,8 +69,7 @@ class Lane:
         if isinstance(other, Product) and other.weight == own.weight:
             original = other if other.inputs.shape == own.inputs.shape else own
         if without_bias:
-            own = Product(own.weight, None, own.inputs, own.convolution)
-            original = Product(original.weight, None, original.inputs, original.convolution)
+            own, original = replace(own, bias=None), replace(original, bias=None)
         return own.rows(limit, self._number).float(), original.rows(limit, self._number).float()
 
     def statistics(self) -> tuple[Statistics, Statistics]:
@@ -95,10 +99,7 @@ class Pass:
     two passes with one seed differ in their weights only.
     """
 
-    def __init__(
-        self, model: nn.Module, weights: Weights, batch: Inputs, stops: Stops, seed: int = 0
-    ) -> None:
-        self.size = batch.size
+    def __init__(self, model: nn.Module, weights: Weights, batch: Inputs, stops: Stops, seed: int) -> None:
         self.found: Product | Normalisation | None = None
         self._failure: BaseException | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)

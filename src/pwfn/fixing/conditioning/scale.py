@@ -1,8 +1,8 @@
 """Filters before BatchNorm, scaled by their curvature, so that one grid fits all of them.
 
-BatchNorm divides by the standard deviation of its input. A filter before it may be multiplied by any
-positive number: with the running statistics changed accordingly, the network stays the same function. But
-the weights are rounded to one grid, so the number decides how finely a filter is rounded. Rounding costs
+A filter before BatchNorm may be multiplied by any positive number: with the running statistics changed
+accordingly, the network stays the same function. But the weights are rounded to one grid, so the number
+decides how finely a filter is rounded. Rounding costs
 ``sum h_i sigma_i^2 / 2`` and the code takes ``sum log(1 / sigma_i)``, so the noise should be ``1 / sqrt(h)``:
 filters to which the output is sensitive are made larger, others smaller. Layers without BatchNorm, mostly
 the last one, cannot be scaled: all others are then scaled together, so that both cost the same.

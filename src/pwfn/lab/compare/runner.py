@@ -223,8 +223,8 @@ def kept_result(run: Run, path: Path) -> tuple[dict[str, Any] | None, str | None
 def with_later_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of an earlier result, with the defaults of those that did not exist then.
 
-    >>> with_later_settings({"training": {"momentum": 0.8}})["training"]["compile"]
-    False
+    >>> with_later_settings({"training": {"momentum": 0.8}})["training"]["cuda_graph"]
+    True
     """
     usual = Config().to_dict()
     return {
