@@ -181,6 +181,16 @@ def test_the_operations_of_two_processes(both: list[dict[str, Any]]) -> None:
     assert "process 1 " in first["unlike"]
 
 
+def test_gradients_are_averaged_while_backward_runs(both: list[dict[str, Any]]) -> None:
+    """Three layers: one in both processes, one in the second alone, one that backward goes through twice."""
+    for found in both:
+        mean = found["mean"]
+        assert mean["gradient"] == [1.5, 1.0, 6.0]  # (1 + 2) / 2, (0 + 2) / 2, 2 * (2 + 4) / 2
+        assert mean["again"] == mean["gradient"]
+    # Where backward comes to the first layer, those behind it are under way.
+    assert [found["mean"]["begun"] for found in both] == [[1, 1], [2, 2]]
+
+
 def test_two_processes_share_a_batch_as_one_would_see_it(both: list[dict[str, Any]]) -> None:
     """Without noise and BatchNorm, two halves of a batch make the step that the whole one makes."""
     alone = torch.tensor(trained(Distributed(CPU), 16))
@@ -352,6 +362,24 @@ def job_operations(distributed: Processes) -> Any:
     }
 
 
+def job_mean(distributed: Processes) -> Any:
+    mine, begun, found = float(distributed.rank + 1), [], []
+    leaves = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    module: Any = sys.modules["pwfn.bayes.distributed"]
+    module._SMALL = 1  # a bucket for each
+    mean = module.MeanGradient(leaves, distributed)
+    for _ in range(2):
+        mean.expect(last=True)
+        first, second, last = leaves
+        x = mine * first
+        x.register_hook(lambda gradient: begun.append(len(mean._begun)))
+        whole = x + 2 * second if distributed.rank == 1 else x
+        (whole + 2 * mine * last).sum().backward()  # the last leaf comes first
+        (2 * mine * last).sum().backward()
+        found.append(mean.take().tolist())
+    return {"gradient": found[0], "again": found[1], "begun": begun}
+
+
 def sentence(work: Any, kind: type[PwfnError]) -> str:
     with pytest.raises(kind) as caught:
         work()
@@ -463,7 +491,7 @@ def main() -> None:
         else:
             distributed = distributed_for("cpu")
             assert isinstance(distributed, Processes)
-            jobs = (job_operations, job_halves, job_methods, job_tolerance, job_noise)
+            jobs = (job_operations, job_mean, job_halves, job_methods, job_tolerance, job_noise)
             found = {work.__name__.removeprefix("job_"): work(distributed) for work in jobs}
             found["mistake"] = sentence(lambda: run(options(Path(arguments[0])), CONFIG), PwfnError)
             print(json.dumps(found))

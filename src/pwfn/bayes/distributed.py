@@ -3,16 +3,19 @@
 Launchers (torchrun, accelerate launch) set environment variables with the number of processes.
 Accelerate's process state reads them, connects the processes and gives each its device.
 
-Gradients are averaged after backward, not by DistributedDataParallel, which would send the mask and the
-centres of the fixed weights at every step, because they are buffers.
+Gradients are not averaged by DistributedDataParallel, which would send the mask and the centres of the
+fixed weights at every step, because they are buffers. Flat optimisers average those of the compressed weights
+in buckets, while backward computes the others (:class:`MeanGradient`). All others are averaged after it.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -50,6 +53,10 @@ class Distributed:
 
     def average_gradients_(self, parameters: Sequence[Tensor]) -> None:
         """Each gradient becomes its mean over the processes; one that no process has stays None."""
+
+    def begin_average_(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to average a tensor over the processes; the function returned waits for the mean."""
+        return lambda: None
 
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes a copy of the first process's."""
@@ -89,9 +96,7 @@ class Processes(Distributed):
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """The sum over the processes, divided by their number."""
         for tensor in tensors:
-            with self._connected():
-                dist.all_reduce(tensor)
-            tensor.div_(self.world)
+            self.begin_average_(tensor)()
 
     def average_gradients_(self, parameters: Sequence[Tensor]) -> None:
         """Large gradients one by one, small ones together; a gradient missing in a process counts as zero."""
@@ -110,6 +115,18 @@ class Processes(Distributed):
             for gradient, piece in zip(small, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
+    def begin_average_(self, tensor: Tensor) -> Callable[[], None]:
+        """An asynchronous sum; all processes must begin theirs in the same order."""
+        with self._connected():
+            work = dist.all_reduce(tensor, async_op=True)
+
+        def end() -> None:
+            with self._connected():
+                work.wait()
+            tensor.div_(self.world)
+
+        return end
+
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast from the first process."""
         for tensor in tensors:
@@ -125,11 +142,12 @@ class Processes(Distributed):
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Computed on the CPU."""
-        # One more than asked: a process that has died is noticed also where there is nothing to ask.
-        asked = torch.tensor([0, *numbers])
+        if not numbers:
+            return []
+        asked = torch.tensor(numbers)
         with self._connected():
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._control)
-        return [int(number) for number in asked[1:]]
+        return [int(number) for number in asked]
 
     def gather(self, value: Any) -> list[Any]:
         """In order of rank."""
@@ -181,6 +199,109 @@ class Processes(Distributed):
                 f"process {self.rank} of {self.world} has lost the others ({cause(error)[:120]}): one of "
                 "them has ended, see its message; then resume with --resume"
             ) from error
+
+
+class MeanGradient:
+    """The mean gradient of the draws of a step, over batches and processes.
+
+    ``leaves`` are the pieces of one vector. Each hands over its gradient as soon as backward has it. In the
+    last batch, neighbouring leaves are averaged over the processes while backward computes the rest.
+
+    >>> leaf = torch.nn.Parameter(torch.ones(2))
+    >>> mean = MeanGradient([leaf], Distributed(torch.device("cpu")))
+    >>> for last in (False, True):
+    ...     mean.expect(last)
+    ...     (0.5 * leaf.sum()).backward()       # half of the mean of two batches
+    >>> mean.take().tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], distributed: Distributed) -> None:
+        self._leaves, self._distributed = list(leaves), distributed
+        self._places, self._buckets = _spans(self._leaves), _buckets(self._leaves)
+        self._bucket_of = {leaf: i for i, bucket in enumerate(self._buckets) for leaf in bucket}
+        self.forget()
+        me = weakref.ref(self)  # a leaf must not keep all this in memory
+        for number, leaf in enumerate(self._leaves):
+            leaf.register_post_accumulate_grad_hook(lambda _, number=number: _arrived(me(), number))
+
+    def forget(self) -> None:
+        """Begin a step: nothing has arrived."""
+        self._sum: Tensor | None = None
+        self._last = self._is_late = False
+        self._missing = [set(bucket) for bucket in self._buckets]
+        self._begun: list[Callable[[], None]] = []
+
+    def expect(self, last: bool) -> None:
+        """Before a batch; ``last``: after it the gradients are complete."""
+        self._last = last and self._distributed.world > 1
+
+    def arrived(self, number: int) -> None:
+        """Add the gradient of a leaf, and begin to average what is complete."""
+        leaf, bucket = self._leaves[number], self._bucket_of[number]
+        if len(self._begun) > bucket:  # a part of the model that backward went through once more
+            self._is_late = True  # its gradient stays with the leaf
+            return
+        span = self._places[number]
+        self._whole()[span] += leaf.grad.reshape(-1)  # type: ignore[union-attr]  # it has just arrived
+        leaf.grad = None
+        if self._last:
+            self._missing[bucket].discard(number)
+            # In order: all processes must begin the same ones.
+            while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
+                self._begin()
+
+    def take(self) -> Tensor:
+        """The mean gradient as one vector, in float32 at least; leaves without a gradient count as zero."""
+        whole, distributed = self._whole(), self._distributed
+        if distributed.world > 1:
+            while len(self._begun) < len(self._buckets):
+                self._begin()
+            for end in self._begun:
+                end()
+            if distributed.largest([int(self._is_late)])[0]:
+                late = torch.zeros_like(whole)
+                for leaf, span in zip(self._leaves, self._places, strict=True):
+                    if leaf.grad is not None:
+                        late[span] = leaf.grad.reshape(-1)
+                        leaf.grad = None
+                distributed.average_([late])
+                whole += late
+        self.forget()
+        return whole
+
+    def _whole(self) -> Tensor:
+        if self._sum is None:
+            first = self._leaves[0]
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            self._sum = torch.zeros(self._places[-1].stop, dtype=dtype, device=first.device)
+        return self._sum
+
+    def _begin(self) -> None:
+        bucket = self._buckets[len(self._begun)]
+        part = self._whole()[self._places[bucket[-1]].start : self._places[bucket[0]].stop]
+        self._begun.append(self._distributed.begin_average_(part))
+
+
+def _arrived(mean: MeanGradient | None, number: int) -> None:
+    if mean is not None:
+        mean.arrived(number)
+
+
+def _spans(leaves: Sequence[Tensor]) -> list[slice]:
+    """Where each leaf is in the vector."""
+    ends = list(itertools.accumulate((leaf.numel() for leaf in leaves), initial=0))
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _buckets(leaves: Sequence[Tensor]) -> list[list[int]]:
+    """Neighbouring leaves, at least ``_SMALL`` elements together, from the last leaf to the first."""
+    buckets: list[list[int]] = [[]]
+    for number in reversed(range(len(leaves))):
+        if sum(leaves[each].numel() for each in buckets[-1]) >= _SMALL:
+            buckets.append([])
+        buckets[-1].append(number)
+    return buckets
 
 
 def launched() -> int:

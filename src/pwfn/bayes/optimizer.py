@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pwfn.bayes import kernels
-from pwfn.bayes.distributed import Distributed
+from pwfn.bayes.distributed import Distributed, MeanGradient
 from pwfn.bayes.gaussian import GaussianNetwork
 from pwfn.bayes.method import BETAS, MOMENTUM, Method, fused, on_device, torch_optimizer
 from pwfn.bayes.network import tensors_of
@@ -56,8 +56,8 @@ class _Flat(torch.optim.Optimizer):
         self.net, self.clip_norm, self.draws, self._names = net, clip_norm, draws, names
         self.distributed = distributed or Distributed(net.device)
         trains_sigma = self.param_groups[1]["lr"] != 0
-        self._several = draws * self.distributed.world > 1
-        if self._several and trains_sigma:
+        several = draws * self.distributed.world > 1
+        if several and trains_sigma:
             # Sigma's gradient is g * eps: that of several draws is not the mean of g, times anything.
             raise WeightError("a step of several draws cannot train sigma: use a torch optimiser")
         if any(entry.dtype != net.free_mu.dtype for entry in net.layout.entries):
@@ -70,8 +70,8 @@ class _Flat(torch.optim.Optimizer):
         self._offsets, self._free = kernels.free_offsets(net.fixed), int((~net.fixed).sum())
         self._casts: _Casts | None = None
         self._values = torch.empty_like(net.free_mu.detach(), dtype=dtype)
-        self._sum: Tensor | None = None  # of the gradients of a step's earlier draws
         self.leaves = [nn.Parameter(piece) for piece in net.layout.pieces(self._values)]
+        self._mean = MeanGradient(self.leaves, self.distributed) if several else None
         self.others = [p for p in net.model.parameters() if p.requires_grad]
         for parameter, count in ((net.free_mu, self._free), (net.free_sigma, trains_sigma * self._free)):
             self.state[parameter] = {
@@ -82,8 +82,8 @@ class _Flat(torch.optim.Optimizer):
     def drawn(self, number: int = 0) -> Iterator[None]:
         """Within the block the network has draw ``number`` of this step, and backward finds its weights."""
         net = self.net
-        if number:
-            self._sum = self._total()
+        if self._mean is not None:
+            self._mean.expect(last=number == self.draws - 1)
         self._check_mask()
         if self._casts is not None:
             self._narrow_if_cast(self._casts)
@@ -102,10 +102,9 @@ class _Flat(torch.optim.Optimizer):
 
     def gather(self) -> None:
         """After the draws of a step: all gradients become their means over batches and processes."""
-        whole, self._sum = self._total(), None
+        mu = self.net.free_mu
+        mu.grad = self.collect() if self._mean is None else self._mean.take().to(mu.dtype)
         self.distributed.average_gradients_(self.others)
-        self.distributed.average_([whole])
-        self.net.free_mu.grad = whole
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -116,14 +115,15 @@ class _Flat(torch.optim.Optimizer):
         """Forget all gradients."""
         for parameter in (*self.trained, self.net.free_mu):
             parameter.grad = None
-        self._sum = None
+        if self._mean is not None:
+            self._mean.forget()
 
     @torch.no_grad()
     def step(self) -> Tensor:  # type: ignore[override]  # torch's takes a closure
         """One step from the gradients that backward left; returns their norm before clipping."""
         mu = self.net.free_mu
         self._check_mask()
-        if mu.grad is None and self._several:
+        if mu.grad is None and self._mean is not None:
             self.gather()
         gradient = self.collect() if mu.grad is None else mu.grad
         mu.grad = None  # torch's own step is for the uncompressed parameters
@@ -152,11 +152,6 @@ class _Flat(torch.optim.Optimizer):
         if found:
             torch._foreach_copy_([part for part, _ in found], [g for _, g in found])
         return whole
-
-    def _total(self) -> Tensor:
-        """The sum of the gradients of all draws so far, in the type of mu."""
-        gradient = self.collect().to(self.net.free_mu.dtype)
-        return gradient if self._sum is None else self._sum.add_(gradient)
 
     def _norm_and_scale(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Norm of the task's gradient over mu, sigma and the others; the factor that clips it.
