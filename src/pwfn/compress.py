@@ -85,8 +85,7 @@ def compress(
         keep: called after every training step; see :data:`pwfn.progress.Keep`.
         before_batch: called before every batch of validation data; it may raise.
         record: facts to keep in the file beside those of the run, as JSON can hold them.
-        distributed: the processes of this run; those it was launched with (torchrun, accelerate launch)
-            unless given.
+        distributed: the processes of this run; those that torchrun or accelerate launched unless given.
 
     The same seed on the same machine with the same number of threads gives the same bits. Random states
     are restored afterwards. An error or an interrupt in the run carries what was reached as
@@ -139,7 +138,8 @@ class Run:
         self.config, self.distributed, self.progress = config, distributed, progress
         self.phases = phases(config)
         self.train = Source("train_loader", batched(train_loader), distributed.device)
-        start = unfolded(model, self.train, distributed) if any(p.epochs for p in self.phases) else model
+        trains = any(phase.epochs for phase in self.phases)
+        start = unfolded(model, self.train, distributed) if trains else model
         self.net: Method = METHODS[config.method](start, config).to(distributed.device)
         self.searches = self.net.has_grid and config.target.wanted
         self.original = copy.deepcopy(model).to(distributed.device).eval()
@@ -153,8 +153,8 @@ class Run:
         self.scored, self.objective, self.metric = tasks(loss_fn, metric, distill, self.original, config)
         check_target(config.target, self.val is not None and self.metric is not None)
         data = self.train.repeatable() if self.searches else self.train  # every try reads it again
-        trains = any(phase.epochs for phase in self.phases) or config.finish.takes_steps
-        self.batches_per_epoch = data.steps_per_epoch(config.training) if trains else 1
+        takes_steps = trains or config.finish.takes_steps
+        self.batches_per_epoch = data.steps_per_epoch(config.training) if takes_steps else 1
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)
         if progress.scaler:
@@ -196,8 +196,7 @@ class Run:
             shrink_uncompressed(copy.deepcopy(self.net.model), self.config.finish)
         before = self.scores(self.original, Precision.FP32)
         found = doubts(before, self.phase_steps()) + kept_statistics(self.net, self.original)
-        found += left_out(self.net)
-        warnings = warn(found, self.distributed)
+        warnings = warn(found + left_out(self.net), self.distributed)
         self.start_network(self.net)
         start = trace.at_start(self.net.layout, self.net.state())
         self.progress = replace(self.progress, before=before, start=start, warnings=warnings)
