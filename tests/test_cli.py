@@ -302,6 +302,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("demo", "--seed", str(2**63)), "seed"),
     (("demo", "--out", "{text}"), "{text}"),
     (("demo", "--out", "{text}/demo"), "{text}/demo"),
+    (("demo", "--out", ""), "an argument is empty"),  # it would be the current folder
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 import traceback
 from contextlib import suppress
@@ -402,6 +403,8 @@ def main() -> None:
 
 def _status_of_command(chosen: dict[str, bool]) -> int:
     try:
+        if "" in sys.argv[1:]:
+            raise PwfnError("an argument is empty: is a variable of the shell not set?")
         app(prog_name="pwfn", obj=chosen)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
