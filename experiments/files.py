@@ -2,7 +2,7 @@
 
 Indices with contexts, BatchNorm folded, and what is not compressed rounded as the presets do it. Each network
 was scored before and after on the test images. All files in experiments/models are of version 2 now; the
-program that rewrote them is this file at the commit below the table.
+program that rewrote them is this file as it is at the commits below the table.
 """
 
 from __future__ import annotations

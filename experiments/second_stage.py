@@ -21,6 +21,7 @@ import argparse
 import copy
 import json
 import math
+import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="of the code, if it is not in a git checkout")
     options = parser.parse_args()
     arrays = np.load(options.data)
-    facts = kept.here(options.commit)
+    facts = kept.here(options.commit) | {"device": platform.machine()}  # it runs on the CPU
     for name, step in RUNS:
         for seed in range(3):
             done = {(own["network"], own["step"], own["seed"]) for own in kept.read(RESULTS)}

@@ -174,6 +174,7 @@ def test_toml_marks_the_sections_that_a_method_does_not_read(preset: str) -> Non
     marked = [name for name, line in after.items() if line.endswith("reads none of these")]
     assert marked == ["posterior", "fixing"]
     assert "reads none" not in Config().to_toml()
+    assert "the method lsq reads none" in Config.from_toml('method = "lsq"').to_toml()
     other = {"posterior.init": "rms", "posterior.alpha": 1, "fixing.rule": "mean", "fixing.grid_exponent": 1}
     found = [
         pwfn.compress(normalised_classifier(), Shuffled(), config=made).compressed.values()

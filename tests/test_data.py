@@ -607,7 +607,10 @@ def test_the_users_function_makes_the_loaders(tmp_path: Path) -> None:
 
 def test_tensors_of_the_users_function_are_cut_into_batches(tmp_path: Path) -> None:
     text = "import torch\ndef pair():\n    return torch.arange(70.0).view(70, 1), torch.ones(3, 1)\n"
+    text += "def labelled():\n    return [(torch.ones(n, 2).numpy(), torch.arange(n)) for n in (70, 3)]\n"
     (tmp_path / "mine.py").write_text(text)
+    labelled = open_source(f"python:{tmp_path / 'mine.py'}:labelled")
+    assert [(len(x), len(y)) for x, y in labelled.train] == [(64, 64), (6, 6)]
     opened = open_source(f"python:{tmp_path / 'mine.py'}:pair")
     assert [tuple(batch.shape) for batch in opened.train] == [(64, 1), (6, 1)]
     assert torch.cat(list(opened.train)).flatten().tolist() == list(range(70))

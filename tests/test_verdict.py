@@ -72,6 +72,7 @@ def scored(metric: float | None, examples: int = 10_000, loss: float = 0.3, **an
         (scored(None, confidence=0.2), scored(None, confidence=0.12), False),  # it was never sure
         (scored(0.92), scored(0.92, confidence=0.12), False),  # right, if not sure
         (scored(92.2), scored(91.9), False),  # in percent
+        (scored(92.2), scored(71.9), True),
     ],
 )
 def test_a_result_is_ruined_by_what_it_lost(before: Scores | None, after: Scores | None, bad: bool) -> None:

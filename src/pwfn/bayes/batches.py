@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, PwfnError, TooLargeError, cause
+from pwfn.zoo.epochs import as_tensor
+from pwfn.zoo.epochs import batched as batched
 
-_TENSOR_BATCH = 64  # examples per batch, where the data are one tensor
 _TARGET_KEYS = ("labels", "label", "target", "targets")
 # What a model or a loss raises for a batch that it cannot process. Anything else is a bug of its own.
 BATCH_ERRORS = (
@@ -167,17 +167,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same structure with the function applied to every tensor or array; lists become tuples."""
-    value = _tensor(value)
+    value = as_tensor(value)
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return {key: _map(function, item) for key, item in value.items()}
     return tuple(_map(function, item) for item in value) if isinstance(value, (tuple, list)) else value
-
-
-def _tensor(value: Any) -> Any:
-    """An array of numbers as a tensor, which is a copy: arrays may be read-only; else the value."""
-    return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
 
 
 def gathered(batches: Iterable[Batch], size: int) -> Iterator[Batch]:
@@ -357,25 +352,6 @@ def _apart(loader: Any) -> Any:
     if isinstance(other, DataLoader):
         other._iterator = None
     return other
-
-
-def batched(loader: Iterable[Any]) -> Iterable[Any]:
-    """A loader as it is; a tensor or an array of examples, or a pair of examples and labels, as batches.
-
-    >>> [len(labels) for _, labels in batched((torch.zeros(70, 3), torch.zeros(70)))]
-    [64, 6]
-    """
-    if isinstance(loader, (tuple, list)) and _is_pair(*loader[:3]):
-        return list(zip(*(_tensor(each).split(_TENSOR_BATCH) for each in loader), strict=True))
-    loader = _tensor(loader)
-    return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
-
-
-def _is_pair(*parts: Any) -> bool:
-    """Whether these are examples and one number for each, and so cannot be two batches."""
-    if len(parts) != 2 or not all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
-        return False
-    return parts[0].ndim > 1 == parts[1].ndim and len(parts[0]) == len(parts[1])
 
 
 def device_of(model: nn.Module) -> torch.device:

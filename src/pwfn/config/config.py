@@ -60,8 +60,8 @@ METHOD_DEFAULTS: dict[str, Mapping[str, Any]] = {
 }
 """By method: the settings that differ from the defaults. Methods of the lab register themselves here."""
 
-_UNREAD = {"conditioned": ("posterior", "fixing"), "rate": ("posterior", "fixing")}
-"""Sections that a method does not read."""
+_OF_PWFN = ("posterior", "fixing")
+"""Sections that no other method reads, except perhaps one of a user's own, whose name has a colon."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -241,7 +241,7 @@ class Config:
         lines = [tomli_w.dumps({name: tables[name]}).strip() for name in ("method", "seed")]
         for name, section in _SECTIONS.items():
             lines += ["", f"[{name}]"]
-            if name in _UNREAD.get(self.method, ()):
+            if name in _OF_PWFN and self.method != "pwfn" and ":" not in self.method:
                 lines.append(f"# the method {self.method} reads none of these")
             for item in dataclasses.fields(section):  # type: ignore[arg-type]  # sections are dataclasses
                 lines.append(f"# {item.metadata['help']}: {item.metadata['check'].allowed}")

@@ -112,11 +112,10 @@ def warn(sentences: tuple[str, ...], distributed: Distributed) -> tuple[str, ...
 
 
 def _bad_start(before: Scores) -> str | None:
-    if before.metric is not None and before.metric > 1:
-        shown = f"{before.metric:.4g}, shown as {before.metric:.2%}"
-        return f"the metric is {shown}: return a share of 1, not percent"
     if not math.isfinite(before.loss):
         return f"the original network's loss is {before.loss}: wrong weights, or NaN in the data?"
+    if before.metric is not None and before.metric > 1:
+        return f"the metric is {before.metric:.4g}, shown as {before.metric:.2%}: return a share from 0 to 1"
     if before.answers is None or before.metric is None or before.answers.labels == 0:
         return None
     outputs, classes = before.answers.outputs, before.answers.labels
@@ -141,15 +140,16 @@ def _disagreement(after: Scores) -> str | None:
 
 
 def _fall(before: Scores, after: Scores) -> str | None:
-    if before.metric is None or after.metric is None or after.agreement or before.metric > 1:
+    if before.metric is None or after.metric is None or after.agreement:
         return None
-    lost = before.metric - after.metric
+    unit = 100 if before.metric > 1 else 1  # a metric in percent, which a warning names at the start
+    lost = (before.metric - after.metric) / unit
     if not lost > _FELL or lost * after.examples < _LEAST_LOST:
         return None
     # A metric of the user may be an error, where less is better: the loss then falls with it.
     if after.answers is None and after.loss <= before.loss:
         return None
-    return f"accuracy fell from {before.metric:.2%} to {after.metric:.2%}"
+    return f"accuracy fell from {before.metric / unit:.2%} to {after.metric / unit:.2%}"
 
 
 def _one_answer(before: Scores, after: Scores) -> str | None:

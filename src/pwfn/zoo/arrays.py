@@ -69,6 +69,8 @@ class TensorLoader(Epochs):
 
     def __post_init__(self) -> None:
         count = len(self.images)
+        if count != len(self.targets):
+            raise DataError(f"there are {count:,} images and {len(self.targets):,} targets: give one each")
         self._shares = shares(count, self.batch_size, self.rank, self.world, exact=not self.shuffle)
         self._normalise = Normaliser(self.mean, self.std, self.images.device)
 

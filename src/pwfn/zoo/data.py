@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from pwfn.errors import DataError, PwfnError, cause
 from pwfn.zoo.arrays import TensorLoader as TensorLoader
 from pwfn.zoo.arrays import digits as digits
@@ -20,10 +18,9 @@ from pwfn.zoo.dataset import DataOptions as DataOptions
 from pwfn.zoo.dataset import fingerprint as fingerprint
 from pwfn.zoo.epochs import Epochs as Epochs
 from pwfn.zoo.epochs import Repeated as Repeated
+from pwfn.zoo.epochs import batched
 from pwfn.zoo.folder import open_folder, open_images
 from pwfn.zoo.function import user_function
-
-_TENSOR_BATCH = 64  # examples per batch, where a user's function gives one tensor
 
 
 class Source(NamedTuple):
@@ -90,7 +87,7 @@ def open_python(spec: str, _: str, options: DataOptions) -> Data:
         raise DataError(
             f"{path}: {name} returned a {type(made).__name__}: allowed is a pair of loaders, (train, test)"
         )
-    made = [each.split(_TENSOR_BATCH) if isinstance(each, Tensor) else each for each in made]
+    made = [batched(each) for each in made]
     rank, world = (0, 1) if takes_options else (options.rank, options.world)
     loaders: list[Any] = []
     for loader in made:

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pwfn.config.seeds import generator_from
+
+_TENSOR_BATCH = 64  # examples per batch, where the data are one tensor
 
 
 class Epochs(ABC):
@@ -107,3 +110,27 @@ def shares(count: int, batch_size: int, rank: int, world: int, *, exact: bool) -
         if share.stop > share.start:
             found.append(share)
     return found
+
+
+def batched(loader: Iterable[Any]) -> Iterable[Any]:
+    """A loader as it is; a tensor or array of examples, or a pair of those and one label each, as batches.
+
+    >>> [len(labels) for _, labels in batched((torch.zeros(70, 3), torch.zeros(70)))]
+    [64, 6]
+    """
+    if isinstance(loader, (tuple, list)) and _is_pair(*loader[:3]):
+        return list(zip(*(as_tensor(each).split(_TENSOR_BATCH) for each in loader), strict=True))
+    loader = as_tensor(loader)
+    return list(loader.split(_TENSOR_BATCH)) if isinstance(loader, Tensor) else loader
+
+
+def _is_pair(*parts: Any) -> bool:
+    """Whether these are examples and one number for each, and so cannot be two batches."""
+    if len(parts) != 2 or not all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
+        return False
+    return parts[0].ndim > 1 == parts[1].ndim and len(parts[0]) == len(parts[1])
+
+
+def as_tensor(value: Any) -> Any:
+    """An array of numbers as a tensor, which is a copy: arrays may be read-only; else the value."""
+    return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value

@@ -166,7 +166,8 @@ def _run(model: nn.Module, example: Example, counter: _Counter) -> None:
     if first is None:
         raise DataError("the example has no tensor: pass what the model takes, as a batch of one")
     if first.shape[:1] != (1,):
-        raise DataError(f"the example is {tuple(first.shape)}, and not a batch of one: pass x[:1]")
+        shape = tuple(first.shape)
+        raise DataError(f"the example is {shape}, and not a batch of one along the first axis: pass x[:1]")
     try:
         with counter:
             model(*args, **kwargs)
