@@ -550,13 +550,12 @@ def test_it_agrees_more_than_rounding_does(trained):
 # What is read once, and what says nothing
 
 
-def test_inputs_of_a_generator_are_enough():
-    whole = pwfn.compress(batchnorm_classifier(), IMAGES.split(64), config=FIXED)
-    result = pwfn.compress(batchnorm_classifier(), (part for part in IMAGES.split(64)), config=FIXED)
+@pytest.mark.parametrize("change", [{}, {"target.bits": 3.0}], ids=["once", "with a target"])
+def test_inputs_of_a_generator_are_enough(change):
+    config = (QUICK if change else FIXED).override(change)
+    whole = pwfn.compress(batchnorm_classifier(), IMAGES.split(64), config=config)
+    result = pwfn.compress(batchnorm_classifier(), (part for part in IMAGES.split(64)), config=config)
     assert result.compressed.values().equal(whole.compressed.values())
-    aimed, generator = QUICK.override({"target.bits": 3.0}), (part for part in IMAGES.split(64))
-    with pytest.raises(DataError, match="only once"):  # it is read for every try
-        pwfn.compress(batchnorm_classifier(), generator, config=aimed)
 
 
 def test_inputs_that_are_all_the_same_are_worth_a_warning():
@@ -568,6 +567,9 @@ def test_inputs_that_are_all_the_same_are_worth_a_warning():
 
 
 # Networks that are only used for inference
+
+
+UNSCALED = "filters were not scaled, because the network has no gradients"
 
 
 class NoBackward(torch.autograd.Function):
@@ -604,7 +606,18 @@ def test_a_network_without_gradients_needs_none(function):
     result = pwfn.compress(InferenceOnly(function), IMAGES, IMAGES, config=FIXED)
     assert_on_grid(result)
     assert result.after.metric > 0.8
-    assert not result.warnings
+    assert [sentence.split(":")[0] for sentence in result.warnings] == [UNSCALED]
+
+
+def test_too_little_memory_for_gradients_is_an_error(monkeypatch):
+    """Or the file would depend on how much was free."""
+
+    def scale(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("pwfn.bayes.grid.conditioned.scale_filters", scale)
+    with pytest.raises(torch.OutOfMemoryError):
+        pwfn.compress(batchnorm_classifier(), IMAGES, config=FIXED)
 
 
 class InInferenceMode(nn.Sequential):

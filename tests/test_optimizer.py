@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from pwfn import Config, GaussianNetwork, compress
 from pwfn.bayes import kernels
 from pwfn.bayes.batches import Batch
+from pwfn.bayes.distributed import Distributed
 from pwfn.bayes.method import torch_optimizer
 from pwfn.bayes.objective import Objective
 from pwfn.bayes.optimizer import FlatAdamW, FlatSGD
 from pwfn.bayes.train import fit
 from pwfn.config import TrainingConfig
-from pwfn.errors import WeightError
+from pwfn.errors import ConfigError, WeightError
 from pwfn.file.format import dumps
 from pwfn.zoo.models import digits_resnet
 
@@ -457,6 +458,18 @@ def test_a_gradient_that_is_not_finite_is_skipped_where_the_loss_is_scaled() -> 
 def test_a_step_of_several_draws_cannot_train_sigma() -> None:
     with pytest.raises(WeightError, match="cannot train sigma: use a torch optimiser"):
         flat(half_fixed(), FlatSGD, draws=2)
+
+
+def test_an_optimiser_made_for_other_steps_is_refused() -> None:
+    net = half_fixed(CONSTANT)
+    optimizer = FlatSGD(net, lr=0.1)
+    with pytest.raises(ConfigError, match="1 batches per step in 1 processes, and the run has 2 in 1"):
+        fit(
+            *(net, iter(batches()), 1, TASK, TrainingConfig(accumulate=2)),
+            optimizer=optimizer,
+            where="here",
+            distributed=Distributed(CPU),
+        )
 
 
 def test_a_model_of_several_types_is_refused() -> None:

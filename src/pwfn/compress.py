@@ -152,9 +152,8 @@ class Run:
                 distill = comparison(next(self.val.batches(), None), self.original)
         self.scored, self.objective, self.metric = tasks(loss_fn, metric, distill, self.original, config)
         check_target(config.target, self.val is not None and self.metric is not None)
-        data = self.train.repeatable() if self.searches else self.train  # every try reads it again
         takes_steps = trains or config.finish.takes_steps
-        self.batches_per_epoch = data.steps_per_epoch(config.training) if takes_steps else 1
+        self.batches_per_epoch = self.train.steps_per_epoch(config.training) if takes_steps else 1
         self.threads = torch.get_num_threads() if distributed.device.type == "cpu" else 0
         self.scaler = loss_scaler(distributed.device, config.training)
         if progress.scaler:

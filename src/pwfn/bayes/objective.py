@@ -120,7 +120,7 @@ class Objective:
     @property
     def leaves_out(self) -> bool:
         """Whether the loss is a mean over the labels that are not left out."""
-        return self._ignored is not None
+        return self._ignored is not None and getattr(self.loss_fn, "reduction", "mean") == "mean"
 
     @property
     def _ignored(self) -> int | None:

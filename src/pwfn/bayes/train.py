@@ -158,6 +158,12 @@ class _Stepper:
         self.optimizer, self.distributed, self.seed, self.log = optimizer, distributed, seed, log
         self.flat = optimizer if isinstance(optimizer, (FlatSGD, FlatAdamW)) else None
         alone = distributed.world == 1 and config.accumulate == 1 and not scaler.is_enabled()
+        made_for = None if self.flat is None else (self.flat.draws, self.flat.distributed.world)
+        if made_for not in (None, now := (config.accumulate, distributed.world)):
+            raise ConfigError(
+                "the flat optimiser was made for {} batches per step in {} processes, and the run has {} in "
+                "{}: pass it draws= and distributed=".format(*made_for, *now)
+            )
         self.done = 0  # steps
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         self.trained = grouped if self.flat is None else self.flat.trained

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pwfn.layout import Entry
 from pwfn.runtime.layers import IndexedWeight, read_from_indices
-from pwfn.runtime.library import index_dtype
+from pwfn.runtime.library import MOST_PACKED, index_dtype
 
 
 class Coded(NamedTuple):
@@ -31,17 +31,19 @@ def apply_indices(model: nn.Module, weights: Sequence[Coded], untouched: Mapping
     :func:`load_dense`.
     """
     parameters, dense = dict(model.named_parameters(remove_duplicate=False)), dict(untouched)
+    places: list[tuple[nn.Module, str, IndexedWeight]] = []
     for coded in weights:
         names = (coded.entry.name, *coded.entry.aliases)
         weight = _indexed(coded, parameters[names[0]])
         owners = [(model.get_submodule(layer), leaf) for layer, _, leaf in (n.rpartition(".") for n in names)]
         if len(weight.shape) < 2 or any(_keeps_dense(module) for module, _ in owners):
             dense |= dict.fromkeys(names, weight.dense())
-            continue
-        for module, leaf in owners:
-            if leaf in module._parameters:  # else the module has two names
-                read_from_indices(module, leaf, weight)
+        else:
+            places += [(*owner, weight) for owner in owners]
     load_dense(model, dense)
+    for module, leaf, weight in places:
+        if leaf in module._parameters:  # else the module has two names
+            read_from_indices(module, leaf, weight)
     return model
 
 
@@ -86,7 +88,11 @@ def _indexed(coded: Coded, parameter: Tensor) -> IndexedWeight:
 
 
 def _used(book: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Palette and indices, with the values only that occur here: they may need narrower indices."""
+    """Palette and indices; only the values that occur here, where that makes indices narrower."""
+    if book.numel() <= MOST_PACKED:
+        return book, index
     used = torch.bincount(index.flatten(), minlength=book.numel()) > 0
+    if int(used.sum()) > MOST_PACKED and book.numel() <= 2**8:
+        return book, index
     within = used.cumsum(0, dtype=torch.int32) - 1
     return book[used], within[index.to(torch.int32)]

@@ -1,8 +1,8 @@
 """Layers whose weight is stored as indices and palettes.
 
-A layer remains what it is, with its hooks. Indices and palettes are buffers: ``.to(device)``, ``.to(dtype)``,
-``state_dict`` and ``deepcopy`` work as usual, a change of type converts palettes but not indices, and no
-optimiser finds them. The input gets a gradient, the weight does not.
+A layer remains what it is, with its hooks. Indices, palettes and the biases of linear layers are buffers:
+``.to(device)``, ``.to(dtype)``, ``state_dict`` and ``deepcopy`` work as usual, a change of type converts
+palettes but not indices, and no optimiser finds them. The input gets a gradient, the weight does not.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def read_from_indices(module: nn.Module, leaf: str, indexed: IndexedWeight) -> N
     del module._parameters[leaf]
     module.add_module(f"indexed_{leaf}", indexed)
     _add_property(module, leaf)
-    if type(module).forward in _FORWARDS.values() and (bias := module._parameters.get("bias")) is not None:
+    if type(module).forward is _multiply and (bias := module._parameters.get("bias")) is not None:
         del module._parameters["bias"]
         module.register_buffer("bias", bias.detach())
 

@@ -9,7 +9,6 @@ close to those of the original network.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.batches import Batch
+from pwfn.bayes.batches import Batch, cut, is_out_of_memory
 from pwfn.bayes.method import Method, WeightState, register
 from pwfn.bayes.network import tensors_of
 from pwfn.bayes.objective import class_scores, evaluating, is_logits
 from pwfn.bayes.sigma import root_mean_square
 from pwfn.config import METHOD_DEFAULTS, Config, Number, Section, setting
 from pwfn.config.seeds import seed_from
-from pwfn.errors import DataError, WeightError
+from pwfn.errors import DataError, TooLargeError, WeightError, cause
 from pwfn.file.compressed import Compressed
 from pwfn.fixing.conditioning.network import Conditioning
 from pwfn.fixing.conditioning.scale import scale_filters
@@ -40,6 +39,7 @@ _PART_BYTES, _PART_BYTES_CPU, _LARGEST_PART = 2**24, 2**22, 128
 _FIRST = 0.6  # of the root mean square of the weights: where the search for a step starts
 _TRIES, _MOST_TRIES = 5, 15  # the second: while no step was within the tolerance
 _TRIED = 512  # images for a try: enough to choose a step with
+_USED = 0.75  # of them; networks are compared on the others
 _POWER = 2.0  # the distance grows about so fast with the step: rounding noise is step^2 / 12
 _SHARE = 0.7  # of an image that networks are compared on; the rest is of another one
 _FEW = 64  # fewer inputs are worth a warning
@@ -84,6 +84,7 @@ class ConditionedNetwork(Method):
     values: Tensor
     fixed: Tensor
     _tries: dict[float, tuple[float, float]]  # by step: distance and bits, of the network that is adopted
+    _unscaled: tuple[str, ...] = ()  # why filters could not be scaled
     _passes, _most_passes = 0, 1  # over all layers: those that are done, and all that there may be
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
@@ -111,11 +112,6 @@ class ConditionedNetwork(Method):
             for parameter in frozen:
                 parameter.requires_grad_(False)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.values.device
-
     def weights(self) -> dict[str, Tensor]:
         """The values."""
         return self.layout.views(self.values)
@@ -129,8 +125,9 @@ class ConditionedNetwork(Method):
         batches = self._parts(self.options.images)
         with torch.no_grad(), evaluating(self):
             batches[0].through(self, "conditioning")  # refuses a model that its copies would still use
-        used, kept = _divided(_first(batches, _TRIED))
-        kept = [batch.mixed(_SHARE) for batch in kept]
+        tried, _ = cut(batches, _TRIED)
+        used, kept = cut(tried, math.ceil(_USED * sum(batch.size for batch in tried)))
+        kept = [batch.mixed(_SHARE) for batch in kept or used]  # of few, all are both
         searches = self.grid_step is None and self.options.step is None
         self._passes, self._most_passes = 0, _TRIES + 1 if searches else 1
         if not self._is_scaled:
@@ -151,14 +148,13 @@ class ConditionedNetwork(Method):
                 self.grid_step = next_dyadic(self.grid_step, -2)
                 self._most_passes += 1
                 self.notes, model = self._conditioned(self.grid_step, batches)
+        self.notes += self._unscaled
         count = sum(batch.size for batch in batches)
         if count < _FEW:
             few = "1 input" if count == 1 else f"{count} inputs"
             self.notes += (f"the weights were fixed by only {few}: give some hundred, up to a thousand",)
         if count > 1 and _alike(batches):
-            self.notes += (
-                f"all {count:,} inputs are the same: were they read, scaled or normalised wrongly?",
-            )
+            self.notes += (f"all {count:,} inputs are the same: were they read or scaled wrongly?",)
         if searches and (bits := _bits(self.layout, self.layout.gather(model))) > _MANY_BITS:
             self.notes += (f"the outputs need {bits:.1f} bits per weight: are the inputs scaled wrongly?",)
         self.model.load_state_dict(untouched(model, self.layout), strict=False)
@@ -189,7 +185,15 @@ class ConditionedNetwork(Method):
         plain = self._original[0]
         model = copy.deepcopy(plain).to(self.device)
         draws = torch.Generator(self.device).manual_seed(seed_from("labels", self.settings.seed))
-        if not scale_filters(model, self.layout, used, partial(_log_likelihood, draws=draws)):
+        try:
+            if not scale_filters(model, self.layout, used, partial(_log_likelihood, draws=draws)):
+                return
+        except Exception as error:  # a network for inference may have no gradients, and raise anything
+            if isinstance(error, TooLargeError) or is_out_of_memory(error):
+                raise
+            self._unscaled = (
+                f"filters were not scaled, because the network has no gradients: {cause(error)}",
+            )
             return
         self._most_passes += 1 if self._most_passes > 1 else 2  # the search starts with one of the two
         costs, tries = [], []
@@ -365,24 +369,6 @@ class _Spread:
         of_all = sum(float(s[0].sum()) for _, s in self._sums.values())
         about_all = self._squares - of_all**2 / max(count, 1)
         return about_all if about_all > _ALIKE * self._squares else self._squares
-
-
-def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """The first so many images."""
-    starts = itertools.accumulate((batch.size for batch in batches), initial=0)
-    return [b.first(count - start) for b, start in zip(batches, starts, strict=False) if start < count]
-
-
-def _divided(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Three quarters of the images and the rest; of one image both are all."""
-    total = sum(batch.size for batch in batches)
-    first, rest, at = [], [], 0
-    for batch in batches:
-        cut = min(max(total - total // 4 - at, 0), batch.size)
-        first += [batch.part(0, cut)] if cut else []
-        rest += [batch.part(cut, batch.size)] if cut < batch.size else []
-        at += batch.size
-    return first, rest or first
 
 
 def _too_far(distance: float, tolerance: float) -> str:

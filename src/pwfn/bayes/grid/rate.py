@@ -127,11 +127,6 @@ class RateNetwork(Method):
         table = self._fit_tables(levels := self.levels.round())
         self._measure(levels, _bytes(table, levels))
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.levels.device
-
     def weights(self) -> dict[str, Tensor]:
         """The rounded weights, by name."""
         levels: Tensor = Rounded.apply(self.levels)  # type: ignore[no-untyped-call]  # torch's own

@@ -143,9 +143,11 @@ class Pass:
         if not self._thread.is_alive():
             self._thread.start()
         self._swap_random_states()
-        self._go.release()
-        self._paused.acquire()
-        self._swap_random_states()
+        try:
+            self._go.release()
+            self._paused.acquire()
+        finally:
+            self._swap_random_states()
         if self.found is None:
             self._thread.join()
         if self._failure is not None:

@@ -62,8 +62,7 @@ def scale_filters(
 
     Scaled are compressed layers whose output goes to one BatchNorm layer and nowhere else. Their common
     factor ``g`` is 1 unless there are other linear layers or convolutions: see :func:`_common_factor`.
-    Nothing is done where all curvatures are so similar that the gain is small (:func:`gain_bits`), or where
-    the network has no gradients: it may change its activations in place, or use functions without a backward.
+    Nothing is done where all curvatures are so similar that the gain is small (:func:`gain_bits`).
 
     >>> from pwfn.bayes.batches import Batch
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)).eval()
@@ -80,10 +79,7 @@ def scale_filters(
     network = sharing_copy(model).eval()
     with without_gradients(model):
         links, others, before = find_links(network, weights, layout, batches[0])
-        try:
-            curvatures = _curvatures(network, weights, [*links, *others], batches, score)
-        except Exception:  # a network for inference need not have gradients, and may raise anything
-            return 0
+        curvatures = _curvatures(network, weights, [*links, *others], batches, score)
     links, others = ([link for link in some if link.layer in curvatures] for some in (links, others))
     rows, fixed = ([curvatures[link.layer] for link in some] for some in (links, others))
     columns = [link.columns for link in links]
