@@ -422,7 +422,7 @@ def test_the_ensemble_is_that_of_the_evaluate_command(
     run = _changed("samples = 4", f"samples = 4\nholdout = {holdout}").runs()[2]
     file = finished / run.place / "model.pwfn"
     options = RunOptions("digits_resnet", "digits", file.parent, device="cpu", holdout=holdout)
-    expected = evaluated(file, options, TrustOptions(samples=4, seed=1))[0]["ensemble"]
+    expected = evaluated([file], options, TrustOptions(samples=4, seed=1))[0]["ensemble"]
     assert measure.ensemble_accuracy(file, run, "cpu") == expected
 
 

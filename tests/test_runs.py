@@ -136,10 +136,10 @@ def test_figures_are_those_of_the_file(whole: Path) -> None:
     """An ensemble too is scored in evaluation mode: how the data are batched makes no difference."""
     path = whole / "model.pwfn"
     asked = TrustOptions(samples=3, seed=5)
-    found = [evaluated(path, options(whole, test_batch_size=n), asked)[0] for n in (7, 450)]
+    found = [evaluated([path], options(whole, test_batch_size=n), asked)[0] for n in (7, 450)]
     for facts in found:
         assert facts["after"]["metric"] == record(whole)["after"]["metric"]
-    assert evaluated(path, options(whole), TrustOptions(samples=0))[0]["after"] == record(whole)["after"]
+    assert evaluated([path], options(whole), TrustOptions(samples=0))[0]["after"] == record(whole)["after"]
     compressed, model = load(path), digits_resnet().eval()
     generator, total = torch.Generator().manual_seed(5), torch.zeros(450, 10)
     tests = data.digits().test
