@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pwfn.bayes.batches import Batch, Source, batched
+from pwfn.bayes.batches import Batch, Source
 from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, LayoutError
+from pwfn.zoo.epochs import batched
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from pwfn.bayes.batches import Source, Stream, batched, device_of
+from pwfn.bayes.batches import Source, Stream, device_of
 from pwfn.bayes.batchnorm import reestimate_batchnorm, unfolded
 from pwfn.bayes.distributed import Distributed, distributed_for
 from pwfn.bayes.execution import channels_last
@@ -39,6 +39,7 @@ from pwfn.file.format import dumps, loads
 from pwfn.fixing.conditioning.scale import without_gradients
 from pwfn.progress import Keep, Progress, Round, StepEvent, on_cpu
 from pwfn.result import Result
+from pwfn.zoo.epochs import batched
 
 Trained = Method | FixedNetwork
 

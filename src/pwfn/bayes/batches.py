@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from pwfn.config import TrainingConfig
 from pwfn.errors import DataError, PwfnError, TooLargeError, cause
 from pwfn.zoo.epochs import as_tensor
-from pwfn.zoo.epochs import batched as batched
 
 _TARGET_KEYS = ("labels", "label", "target", "targets")
 # What a model or a loss raises for a batch that it cannot process. Anything else is a bug of its own.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched, cut, device_of, gathered
+from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, cut, device_of, gathered
 from pwfn.bayes.distributed import usable_device
 from pwfn.bayes.method import Method, phases
 from pwfn.bayes.network import WeightNetwork, hollow_copy
@@ -30,6 +30,7 @@ from pwfn.config.seeds import seed_from
 from pwfn.errors import ConfigError, DataError, cause
 from pwfn.file.compressed import Compressed
 from pwfn.file.content import codes_of, name_of, sigma_of
+from pwfn.zoo.epochs import batched
 
 LogLikelihood = Callable[[Any, Any], Tensor]
 """A function of output and target: the log-probability of each example's target, in nats."""

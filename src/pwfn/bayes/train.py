@@ -69,8 +69,8 @@ def fit(
     A step averages the gradients of ``config.accumulate`` batches, and of all processes. With ``start`` it
     resumes where that snapshot was taken, with the learning rates and weight decay of this optimiser. A
     ``scaler`` takes the scale of fp16 losses from one phase to the next. The gradient's norm is clipped
-    before the regulariser's gradient is added, whose own norm is ``alpha * sqrt(N)``: clipping the sum would
-    shrink every step.
+    before the regulariser's gradient is added. The latter has the norm ``alpha * sqrt(N)``: clipping the sum
+    would shrink every step.
 
     The noise of a torch optimiser's steps is a function of ``seed`` and the number of the batch, or torch's
     own random state without a seed. A flat optimiser has a seed of its own.

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pwfn.bayes.batches import Batch, Source, batched
+from pwfn.bayes.batches import Batch, Source
 from pwfn.bayes.objective import evaluating, logits
 from pwfn.errors import ConfigError, DataError
 from pwfn.evaluate.score import full_float32, placed
 from pwfn.file.compressed import Compressed
+from pwfn.zoo.epochs import batched
 
 _ROUNDING_NATS = 1e-13
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source, batched
+from pwfn.bayes.batches import BATCH_ERRORS, Batch, Source
 from pwfn.bayes.distributed import Distributed, usable_device
 from pwfn.bayes.objective import (
     LossFn,
@@ -31,6 +31,7 @@ from pwfn.bayes.objective import (
 from pwfn.bayes.objective import accuracy as accuracy
 from pwfn.config import Precision
 from pwfn.errors import DataError, TooLargeError, cause
+from pwfn.zoo.epochs import batched
 
 _FIRST_BATCHES = 4  # whose labels are compared with the network's outputs
 

@@ -203,8 +203,8 @@ class Watch(TorchDispatchMode):
 def decomposed(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
     """The output of an operation that is made of others, which ``mode`` sees instead of it.
 
-    Elsewhere torch does so by itself, but within ``torch.inference_mode``, which a model may use in its
-    forward, a mode gets whole linear layers and convolutions. ``NotImplemented`` for all others.
+    A model may use ``torch.inference_mode`` in its forward. There a mode gets whole linear layers and
+    convolutions, which torch otherwise decomposes first. ``NotImplemented`` for all other operations.
     """
     if not torch.is_inference_mode_enabled():
         return NotImplemented
